@@ -1,1 +1,5 @@
-"""."""
+"""Pictures of a timeline."""
+
+from stagewright.schedules.drawing.text import grid_text
+
+__all__ = ["grid_text"]

@@ -1,0 +1,128 @@
+"""Linearize: one order in which all ranks' rows can really run, or the rows at which they wait in a circle.
+
+Such an order is the whole proof that a program cannot deadlock: every wait is for a row earlier in it. A
+wait once satisfied stays so, hence a greedy walk that finds no order means that none exists.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from stagewright.schedules.table import BACKWARD, REDUCE_GRADIENT, STEP, SYNC_SCALARS, Table
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What each row waits for beyond its place in its own rank's stream.
+
+    Args:
+        first: ``first[row]`` is the row that must be done before this one runs, or -1.
+        more: the further rows, for the few that wait for several.
+    """
+
+    first: Sequence[int]
+    more: Mapping[int, Sequence[int]]
+
+    def of(self, row: int) -> list[int]:
+        """Every row that this one waits for."""
+        first = [self.first[row]] if self.first[row] >= 0 else []
+        return first + list(self.more.get(row, ()))
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """The walk came to a halt: ``blocked[rank]`` is the row at which each unfinished rank waits."""
+
+    blocked: Mapping[int, int]
+
+
+def waits_of(table: Table, *, rendezvous: bool = False) -> Waits:
+    """Derive who waits for whom.
+
+    A forward waits for the send of its activation, a backward for the send of its gradient; in a program
+    without communication they wait for the computation itself. Under rendezvous sends, a send also waits
+    until its receive was posted. A STEP waits for the gradient reductions of all replicas of its stage,
+    SYNC_SCALARS for every rank to arrive at its own.
+    """
+    first = [-1] * len(table)
+    width = table.num_microbatches
+    for key, row in enumerate(table.forward):
+        if row >= 0 and key >= width:
+            received = table.receive_activation[key] >= 0
+            first[row] = (table.send_activation if received else table.forward)[key - width]
+    for key, row in enumerate(table.input_gradient[: len(table.forward) - width]):
+        if row >= 0:
+            received = table.receive_gradient[key] >= 0
+            first[row] = (table.send_gradient if received else table.input_gradient)[key + width]
+    if rendezvous:
+        for key, row in enumerate(table.send_activation[: len(table.forward) - width]):
+            if row >= 0:
+                first[row] = table.receive_activation[key + width]
+        for key, row in enumerate(table.send_gradient):
+            if row >= 0 and key >= width:
+                first[row] = table.receive_gradient[key - width]
+    more: dict[int, list[int]] = {row: [first[row + 1]] for row in table.fused if first[row + 1] >= 0}
+    for row, others in _collective_waits(table):
+        more.setdefault(row, []).extend(others)
+    return Waits(first, more)
+
+
+def _collective_waits(table: Table) -> list[tuple[int, list[int]]]:
+    """The waits of STEPs for reductions, and of SYNC_SCALARS for one another."""
+    waits: list[tuple[int, list[int]]] = []
+    reductions: dict[int, list[list[int]]] = {}
+    syncs: dict[int, list[int]] = {}
+    for row in table.others:
+        if table.operation[row] == REDUCE_GRADIENT:
+            rows_of_rank = reductions.setdefault(table.stage[row], [[] for _ in range(table.num_ranks)])
+            rows_of_rank[table.rank[row]].append(row)
+        elif table.operation[row] == SYNC_SCALARS:
+            syncs.setdefault(table.rank[row], []).append(row)
+    for row in table.others:
+        if table.operation[row] == STEP and table.stage[row] in reductions:
+            turn = table.version[row] - 1
+            rows = [rows[turn] for rows in reductions[table.stage[row]] if turn < len(rows)]
+            waits.append((row, [other for other in rows if table.rank[other] != table.rank[row]]))
+    for turn in range(max(map(len, syncs.values()), default=0)):
+        together = [rows[turn] for rows in syncs.values() if turn < len(rows)]
+        for row in together:
+            # Each waits until the others have done all that comes before theirs: the row in front of it.
+            others = [
+                other - 1 for other in together if other != row and other - 1 >= table.first_row[table.rank[other]]
+            ]
+            waits.append((row, others))
+    return waits
+
+
+def linearize(table: Table, waits: Waits) -> list[int] | Stuck:
+    """Order all rows so that each comes after its rank's earlier rows and after all that it waits for."""
+    done = bytearray(len(table))
+    waiting: dict[int, list[int]] = {}
+    order: list[int] = []
+    next_row = table.first_row[:-1]
+    first, more = waits.first, waits.more
+    ranks = list(range(table.num_ranks))[::-1]
+    while ranks:
+        rank = ranks.pop()
+        row, end = next_row[rank], table.first_row[rank + 1]
+        while row < end:
+            awaited = first[row]
+            if awaited >= 0 and not done[awaited]:
+                waiting.setdefault(awaited, []).append(rank)
+                break
+            if row in more and (undone := [other for other in more[row] if not done[other]]):
+                waiting.setdefault(undone[0], []).append(rank)
+                break
+            done[row] = 1
+            order.append(row)
+            if row in waiting:
+                ranks += waiting.pop(row)
+            row += 1
+        next_row[rank] = row
+    if len(order) == len(table):
+        return order
+    return Stuck({rank: row for rank, row in enumerate(next_row) if row < table.first_row[rank + 1]})
+
+
+def computes(table: Table, row: int) -> bool:
+    """Whether a row takes the rank's compute time, rather than moving data or weights."""
+    return table.operation[row] <= BACKWARD

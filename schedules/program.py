@@ -1,0 +1,165 @@
+"""Program: every rank's complete instruction stream, the thing that is drawn, proved, simulated and run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from stagewright.schedules.errors import ScheduleError
+from stagewright.schedules.instructions import (
+    Backward,
+    Forward,
+    InputGradient,
+    Instruction,
+    Overlap,
+    WeightGradient,
+    parse,
+)
+from stagewright.schedules.placement import Placement
+from stagewright.schedules.table import Table
+
+Stream = tuple[Instruction, ...]
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """When the weights change, how many versions of them live, and how old a gradient may be.
+
+    Args:
+        microbatches_per_update: microbatches whose gradients go into one ``STEP``; M for all but PipeDream, there 1.
+        num_versions: weight versions that each rank keeps, one number a rank; all 1 where there is a flush.
+        max_staleness: updates by which the weights of a gradient may lag behind those it is applied to.
+    """
+
+    microbatches_per_update: int
+    num_versions: tuple[int, ...]
+    max_staleness: int = 0
+
+
+@dataclass(frozen=True)
+class Program:
+    """Every rank's instruction stream, with what one must know to read it.
+
+    Args:
+        streams: ``streams[rank]`` is that rank's instructions, in the order in which it issues them.
+        placement: which rank owns which stage.
+        num_microbatches: microbatches of one batch.
+        num_batches: batches that the program trains on; their microbatches are numbered on and on.
+        updates: the rule by which weights change; by default one update a batch, one version, no staleness.
+    """
+
+    streams: tuple[Stream, ...]
+    placement: Placement
+    num_microbatches: int
+    num_batches: int = 1
+    update_rule: UpdateRule | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.streams) != self.placement.num_ranks:
+            raise ScheduleError(
+                f"a program has one stream a rank: got {len(self.streams)} streams for a placement on "
+                f"{self.placement.num_ranks} ranks"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return len(self.streams)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the model."""
+        return self.placement.num_stages
+
+    @property
+    def updates(self) -> UpdateRule:
+        """The rule by which weights change."""
+        return self.update_rule or UpdateRule(self.num_microbatches, (1,) * self.num_ranks)
+
+    @cached_property
+    def table(self) -> Table:
+        """The program as columns of integers, built once and shared by proof and simulation."""
+        return Table(self.streams, self.placement, self.num_microbatches * self.num_batches)
+
+    def to_csv(self) -> str:
+        """Write the streams in torch's format: one line a rank, cells separated by commas."""
+        return "".join(",".join(map(str, stream)) + "\n" for stream in self.streams)
+
+    @classmethod
+    def from_csv(
+        cls,
+        text: str,
+        *,
+        num_chunks: int | None = None,
+        placement: Placement | None = None,
+        num_microbatches: int | None = None,
+    ) -> "Program":
+        """Read streams in torch's format, compute only or with communication; empty cells are idle.
+
+        Args:
+            text: one line a rank.
+            num_chunks: stages a rank must own at most; a check where given.
+            placement: which rank owns which stage; read off the computations where left out.
+            num_microbatches: microbatches of one batch; all that occur where left out.
+
+        Raises:
+            ScheduleError: a cell is no token (rank, column and text are named), or the stages do not fit the placement.
+        """
+        streams = tuple(_parse_line(line, rank) for rank, line in enumerate(text.splitlines()) if line.strip())
+        if not streams:
+            raise ScheduleError("a program has at least one rank: the text holds no line with a token")
+        computations = [_computations(stream) for stream in streams]
+        total = 1 + max((microbatch for cells in computations for _, microbatch in cells), default=-1)
+        placement = placement or _read_placement(computations, total)
+        if num_chunks is not None and placement.num_chunks != num_chunks:
+            raise ScheduleError(f"a rank owns {placement.num_chunks} stages here, not num_chunks={num_chunks}")
+        num_microbatches = total if num_microbatches is None else num_microbatches
+        if num_microbatches < 1 or total % num_microbatches:
+            raise ScheduleError(f"{total} microbatches are no whole number of batches of {num_microbatches}")
+        return cls(streams, placement, num_microbatches, total // num_microbatches)
+
+
+def _parse_line(line: str, rank: int) -> Stream:
+    stream: list[Instruction] = []
+    for column, cell in enumerate(line.split(",")):
+        token = cell.strip()
+        if not token:
+            continue
+        try:
+            stream.append(parse(token))
+        except ScheduleError as error:
+            raise ScheduleError(f"rank {rank}, column {column}: {error}", rule="") from error
+    return tuple(stream)
+
+
+def _computations(stream: Stream) -> list[tuple[int, int]]:
+    """The (stage, microbatch) of everything that a stream computes."""
+    cells = []
+    for instruction in stream:
+        parts = (instruction.forward, instruction.backward) if isinstance(instruction, Overlap) else (instruction,)
+        for part in parts:
+            if isinstance(part, Forward | InputGradient | WeightGradient | Backward):
+                cells.append((part.stage, part.microbatch))
+    return cells
+
+
+def _read_placement(computations: Sequence[Sequence[tuple[int, int]]], num_microbatches: int) -> Placement:
+    """The placement under which every computation is where it should be: the first owner of a cell wins."""
+    owner: dict[tuple[int, int], int] = {}
+    for rank, cells in enumerate(computations):
+        for cell in cells:
+            owner.setdefault(cell, rank)
+    num_stages = 1 + max((stage for stage, _ in owner), default=-1)
+    routes: dict[tuple[int, ...], int] = {}
+    assignment = []
+    for microbatch in range(num_microbatches):
+        missing = [stage for stage in range(num_stages) if (stage, microbatch) not in owner]
+        if missing:
+            raise ScheduleError(
+                f"every microbatch runs on every stage: microbatch {microbatch} never runs on stage {missing[0]}",
+                rule="missing compute",
+            )
+        route = tuple(owner[stage, microbatch] for stage in range(num_stages))
+        assignment.append(routes.setdefault(route, len(routes)))
+    if not routes:
+        raise ScheduleError("a program computes something: the text holds no computation", rule="missing compute")
+    return Placement(tuple(routes), tuple(assignment) if len(routes) > 1 else ())
