@@ -1,1 +1,16 @@
-"""."""
+"""The GPT that the demo trains, and how it is cut into pipeline stages; knows nothing of schedules or the engine."""
+
+from stagewright.models.config import GPTConfig
+from stagewright.models.cut import layers_of_stage
+from stagewright.models.gpt import GPTStage, build_gpt, build_gpt_stage, token_loss
+from stagewright.models.initialise import derive_seed
+
+__all__ = [
+    "GPTConfig",
+    "GPTStage",
+    "build_gpt",
+    "build_gpt_stage",
+    "derive_seed",
+    "layers_of_stage",
+    "token_loss",
+]

@@ -9,7 +9,7 @@ from stagewright.schedules.formula import Formula
 from stagewright.schedules.instructions import Instruction, parse
 from stagewright.schedules.placement import Placement
 from stagewright.schedules.program import Program, UpdateRule
-from stagewright.schedules.proof import verify
+from stagewright.schedules.proof import complete, verify
 from stagewright.schedules.registry import create, find, names, register
 from stagewright.schedules.schedule import Order, Schedule
 from stagewright.schedules.simulation import simulate
@@ -28,6 +28,7 @@ __all__ = [
     "Timeline",
     "UpdateRule",
     "add_arguments",
+    "complete",
     "create",
     "find",
     "from_arguments",

@@ -6,8 +6,7 @@ order of that simulation with every receive posted before its send begins, so th
 where sends wait for their receiver; and each channel's receives stand in the order of production.
 """
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from stagewright.schedules.costs import Costs
@@ -21,8 +20,17 @@ from stagewright.schedules.instructions import (
 )
 from stagewright.schedules.linearize import Stuck, linearize, waits_of
 from stagewright.schedules.program import Program
-from stagewright.schedules.table import RECEIVE_ACTIVATION, RECEIVE_GRADIENT, SEND_ACTIVATION, SEND_GRADIENT, Table
-from stagewright.schedules.timing import time_rows
+from stagewright.schedules.table import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    RECEIVE_ACTIVATION,
+    RECEIVE_GRADIENT,
+    SEND_ACTIVATION,
+    SEND_GRADIENT,
+    Table,
+)
+from stagewright.schedules.timing import row_costs, time_rows
 
 _OPERATIONS = frozenset((SEND_ACTIVATION, RECEIVE_ACTIVATION, SEND_GRADIENT, RECEIVE_GRADIENT))
 
@@ -43,72 +51,63 @@ def insert_communication(program: Program) -> Program:
     order = linearize(table, waits)
     if isinstance(order, Stuck):
         raise ScheduleError(_describe(table, order), "circular wait")
-    starts, _ = time_rows(table, waits, order, Costs())
-    moment = [(0.0, 0)] * len(table)
-    for turn, row in enumerate(order):
-        moment[row] = (starts[row], turn)
-    before: list[list[tuple[tuple[float, int], Instruction]]] = [[] for _ in range(len(table))]
-    after: list[list[Instruction]] = [[] for _ in range(len(table))]
-    for producer, send, receiver, receive in _messages(table):
-        after[producer].append(send)
-        first, end = table.first_row[receiver], table.first_row[receiver + 1]
-        running = bisect_right(moment, moment[producer], first, end) - 1
-        before[_whole(table, max(running, first))].append((moment[producer], receive))
-    streams = []
-    for rank, stream in enumerate(program.streams):
-        streams.append(_weave(table, rank, stream, before, after))
-    return replace(program, streams=tuple(streams))
+    starts, _ = time_rows(table, waits, order, row_costs(table, Costs()))
+    in_time = sorted(order, key=starts.__getitem__)  # stable: what starts together stays in a possible order
+    before, after = _messages(table, in_time)
+    streams = tuple(
+        _weave(stream, first, table.fused, before, after) for stream, first in zip(program.streams, table.first_row)
+    )
+    return replace(program, streams=streams)
 
 
-def _messages(table: Table) -> list[tuple[int, Instruction, int, Instruction]]:
-    """Everything that crosses ranks: the row that makes it, its SEND, the rank that needs it, and the RECV there."""
-    width, routes = table.num_microbatches, table.placement.routes
-    route_of = [routes[table.placement.route_of(microbatch)] for microbatch in range(width)]
-    messages: list[tuple[int, Instruction, int, Instruction]] = []
-    for stage in range(table.num_stages - 1):
-        for microbatch, route in enumerate(route_of):
-            if route[stage] == route[stage + 1]:
-                continue
-            key = stage * width + microbatch
-            if table.forward[key] >= 0:
-                send, receive = SendActivation(stage, microbatch), ReceiveActivation(stage + 1, microbatch)
-                messages.append((table.forward[key], send, route[stage + 1], receive))
-            if table.input_gradient[key + width] >= 0:
-                back, receive_back = SendGradient(stage + 1, microbatch), ReceiveGradient(stage, microbatch)
-                messages.append((table.input_gradient[key + width], back, route[stage], receive_back))
-    return messages
-
-
-def _whole(table: Table, row: int) -> int:
-    """The first row of the instruction that a row belongs to: nothing can be put inside a fused pair."""
-    return row - 1 if row - 1 in table.fused else row
+def _messages(table: Table, in_time: Sequence[int]) -> tuple[dict[int, list[Instruction]], dict[int, Instruction]]:
+    """The RECVs to put before, and the SEND to put after, each row; the rows come in the order of their starts."""
+    width, last = table.num_microbatches, table.num_stages - 1
+    routes = [table.placement.routes[table.placement.route_of(microbatch)] for microbatch in range(width)]
+    before: dict[int, list[Instruction]] = {}
+    after: dict[int, Instruction] = {}
+    running = table.first_row[:-1]
+    for row in in_time:
+        # Nothing can be put inside a fused pair.
+        running[table.rank[row]] = row - 1 if row - 1 in table.fused else row
+        operation, stage, microbatch = table.operation[row], table.stage[row], table.microbatch[row]
+        if operation == FORWARD and stage < last and microbatch < width:
+            source, destination = routes[microbatch][stage : stage + 2]
+            if source != destination and table.forward[stage * width + microbatch] == row:
+                after[row] = SendActivation(stage, microbatch)
+                before.setdefault(running[destination], []).append(ReceiveActivation(stage + 1, microbatch))
+        elif operation in (INPUT_GRADIENT, BACKWARD) and 0 < stage <= last and microbatch < width:
+            destination, source = routes[microbatch][stage - 1 : stage + 1]
+            if source != destination and table.input_gradient[stage * width + microbatch] == row:
+                after[row] = SendGradient(stage, microbatch)
+                before.setdefault(running[destination], []).append(ReceiveGradient(stage - 1, microbatch))
+    return before, after
 
 
 def _weave(
-    table: Table,
-    rank: int,
     stream: Sequence[Instruction],
-    before: Sequence[list[tuple[tuple[float, int], Instruction]]],
-    after: Sequence[list[Instruction]],
+    row: int,
+    fused: Set[int],
+    before: Mapping[int, Sequence[Instruction]],
+    after: Mapping[int, Instruction],
 ) -> tuple[Instruction, ...]:
-    """One rank's stream with its receives before and its sends after the computations they belong to."""
+    """One rank's stream, from its first row on, with its receives before and its sends after the computations."""
     woven: list[Instruction] = []
-    row = table.first_row[rank]
     for instruction in stream:
-        rows = (row, row + 1) if row in table.fused else (row,)
-        if before[row]:
-            woven += [receive for _, receive in sorted(before[row], key=_moment)]
+        if row in before:
+            woven += before[row]
         woven.append(instruction)
-        for part in rows:
-            woven += after[part]
-        row += len(rows)
+        end = row + 2 if row in fused else row + 1
+        for part in range(row, end):
+            if part in after:
+                woven.append(after[part])
+        row = end
     return tuple(woven)
-
-
-def _moment(entry: tuple[tuple[float, int], Instruction]) -> tuple[float, int]:
-    return entry[0]
 
 
 def _describe(table: Table, stuck: Stuck) -> str:
     rows = ", ".join(f"rank {rank} at instruction {table.position[row]}" for rank, row in stuck.blocked.items())
-    return f"the orders of the ranks wait for each other: {rows}; a forward needs the stage before it, a backward the one after it"
+    return (
+        f"the orders of the ranks wait for each other: {rows}; "
+        "a forward needs the stage before it, a backward the one after it"
+    )

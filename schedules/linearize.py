@@ -7,7 +7,7 @@ wait once satisfied stays so, hence a greedy walk that finds no order means that
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stagewright.schedules.table import BACKWARD, REDUCE_GRADIENT, STEP, SYNC_SCALARS, Table
+from stagewright.schedules.table import REDUCE_GRADIENT, REDUCE_TIED, STEP, SYNC_SCALARS, Table
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ def waits_of(table: Table, *, rendezvous: bool = False) -> Waits:
 
     A forward waits for the send of its activation, a backward for the send of its gradient; in a program
     without communication they wait for the computation itself. Under rendezvous sends, a send also waits
-    until its receive was posted. A STEP waits for the gradient reductions of all replicas of its stage,
-    SYNC_SCALARS for every rank to arrive at its own.
+    until its receive was posted. A STEP waits for the reductions that its gradient takes part in, on all
+    ranks that share them, SYNC_SCALARS for every rank to arrive at its own.
     """
     first = [-1] * len(table)
     width = table.num_microbatches
@@ -61,35 +61,45 @@ def waits_of(table: Table, *, rendezvous: bool = False) -> Waits:
             if row >= 0 and key >= width:
                 first[row] = table.receive_gradient[key - width]
     more: dict[int, list[int]] = {row: [first[row + 1]] for row in table.fused if first[row + 1] >= 0}
-    for row, others in _collective_waits(table):
-        more.setdefault(row, []).extend(others)
+    for row, others in (*_waits_of_steps(table), *_waits_of_scalars(table)):
+        if others:
+            more.setdefault(row, []).extend(others)
     return Waits(first, more)
 
 
-def _collective_waits(table: Table) -> list[tuple[int, list[int]]]:
-    """The waits of STEPs for reductions, and of SYNC_SCALARS for one another."""
+def _waits_of_steps(table: Table) -> list[tuple[int, list[int]]]:
+    """Each STEP waits for the reductions of its turn on the other ranks: of its stage, and of tied weights."""
+    reductions: dict[int, dict[int, list[int]]] = {}
+    tied: dict[tuple[int, int], list[int]] = {}
+    for row in table.others:
+        stage, rank = table.stage[row], table.rank[row]
+        if table.operation[row] == REDUCE_GRADIENT:
+            reductions.setdefault(stage, {}).setdefault(rank, []).append(row)
+        elif table.operation[row] == REDUCE_TIED:
+            tied.setdefault((stage, rank), []).append(row)
     waits: list[tuple[int, list[int]]] = []
-    reductions: dict[int, list[list[int]]] = {}
+    for row in table.others:
+        if table.operation[row] == STEP:
+            stage, rank, turn = table.stage[row], table.rank[row], table.version[row] - 1
+            together = list(reductions.get(stage, {}).values())
+            together += tied.values() if (stage, rank) in tied else ()
+            waits.append(
+                (row, [rows[turn] for rows in together if 0 <= turn < len(rows) and table.rank[rows[0]] != rank])
+            )
+    return waits
+
+
+def _waits_of_scalars(table: Table) -> list[tuple[int, list[int]]]:
+    """Each SYNC_SCALARS waits until every rank has done all that stands before its own: the row in front of it."""
     syncs: dict[int, list[int]] = {}
     for row in table.others:
-        if table.operation[row] == REDUCE_GRADIENT:
-            rows_of_rank = reductions.setdefault(table.stage[row], [[] for _ in range(table.num_ranks)])
-            rows_of_rank[table.rank[row]].append(row)
-        elif table.operation[row] == SYNC_SCALARS:
+        if table.operation[row] == SYNC_SCALARS:
             syncs.setdefault(table.rank[row], []).append(row)
-    for row in table.others:
-        if table.operation[row] == STEP and table.stage[row] in reductions:
-            turn = table.version[row] - 1
-            rows = [rows[turn] for rows in reductions[table.stage[row]] if turn < len(rows)]
-            waits.append((row, [other for other in rows if table.rank[other] != table.rank[row]]))
+    waits: list[tuple[int, list[int]]] = []
     for turn in range(max(map(len, syncs.values()), default=0)):
         together = [rows[turn] for rows in syncs.values() if turn < len(rows)]
-        for row in together:
-            # Each waits until the others have done all that comes before theirs: the row in front of it.
-            others = [
-                other - 1 for other in together if other != row and other - 1 >= table.first_row[table.rank[other]]
-            ]
-            waits.append((row, others))
+        before = [row - 1 for row in together if row - 1 >= table.first_row[table.rank[row]]]
+        waits += [(row, [other for other in before if other != row - 1]) for row in together]
     return waits
 
 
@@ -121,8 +131,3 @@ def linearize(table: Table, waits: Waits) -> list[int] | Stuck:
     if len(order) == len(table):
         return order
     return Stuck({rank: row for rank, row in enumerate(next_row) if row < table.first_row[rank + 1]})
-
-
-def computes(table: Table, row: int) -> bool:
-    """Whether a row takes the rank's compute time, rather than moving data or weights."""
-    return table.operation[row] <= BACKWARD

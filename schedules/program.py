@@ -28,11 +28,23 @@ class UpdateRule:
         microbatches_per_update: microbatches whose gradients go into one ``STEP``; M for all but PipeDream, there 1.
         num_versions: weight versions that each rank keeps, one number a rank; all 1 where there is a flush.
         max_staleness: updates by which the weights of a gradient may lag behind those it is applied to.
+        num_gradient_buffers: gradient sums that each rank keeps per stage; 2 let backwards of the next update
+            run before this one's ``STEP``.
     """
 
     microbatches_per_update: int
     num_versions: tuple[int, ...]
     max_staleness: int = 0
+    num_gradient_buffers: int = 1
+
+    def __post_init__(self) -> None:
+        counts = (self.microbatches_per_update, self.num_gradient_buffers, *self.num_versions)
+        if min(counts) < 1 or self.max_staleness < 0:
+            raise ScheduleError(
+                "an update takes 1 or more microbatches, a rank keeps 1 or more weight versions and gradient buffers, "
+                f"staleness is 0 or more: got {self}",
+                rule="update rule",
+            )
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,12 @@ class Program:
             raise ScheduleError(
                 f"a program has one stream a rank: got {len(self.streams)} streams for a placement on "
                 f"{self.placement.num_ranks} ranks"
+            )
+        if len(self.updates.num_versions) != self.num_ranks:
+            raise ScheduleError(
+                f"an update rule says how many weight versions each of the {self.num_ranks} ranks keeps: got "
+                f"num_versions={self.updates.num_versions}",
+                rule="update rule",
             )
 
     @property
@@ -109,6 +127,7 @@ class Program:
             raise ScheduleError("a program has at least one rank: the text holds no line with a token")
         computations = [_computations(stream) for stream in streams]
         total = 1 + max((microbatch for cells in computations for _, microbatch in cells), default=-1)
+        _check_numbers(computations, total)
         placement = placement or _read_placement(computations, total)
         if num_chunks is not None and placement.num_chunks != num_chunks:
             raise ScheduleError(f"a rank owns {placement.num_chunks} stages here, not num_chunks={num_chunks}")
@@ -140,6 +159,18 @@ def _computations(stream: Stream) -> list[tuple[int, int]]:
             if isinstance(part, Forward | InputGradient | WeightGradient | Backward):
                 cells.append((part.stage, part.microbatch))
     return cells
+
+
+def _check_numbers(computations: Sequence[Sequence[tuple[int, int]]], num_microbatches: int) -> None:
+    """Refuse a number so high that some below it cannot occur, before anything is sized by it."""
+    num_stages = 1 + max((stage for cells in computations for stage, _ in cells), default=-1)
+    num_cells = sum(map(len, computations))
+    if num_stages * num_microbatches > num_cells:
+        raise ScheduleError(
+            f"every microbatch runs on every stage: {num_stages} stages and {num_microbatches} microbatches by their "
+            f"highest numbers, but {num_cells} computations",
+            rule="missing compute",
+        )
 
 
 def _read_placement(computations: Sequence[Sequence[tuple[int, int]]], num_microbatches: int) -> Placement:

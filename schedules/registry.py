@@ -81,7 +81,7 @@ def create(name: str, *, num_ranks: int, num_microbatches: int, **options: objec
     missing = [option for option in required if option not in options and option not in _SHAPE]
     if missing:
         raise ScheduleError(f"{kind.name} needs the option {missing[0]!r}")
-    schedule = kind(num_ranks=num_ranks, num_microbatches=num_microbatches, **options)  # type: ignore[arg-type]
+    schedule = kind(num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
     if num_chunks is not None and schedule.placement.num_chunks != num_chunks:
         raise ScheduleError(
             f"{kind.name} gives each rank {schedule.placement.num_chunks} stage(s): got num_chunks={num_chunks}; leave it out"

@@ -48,12 +48,12 @@ class Schedule(ABC):
     aliases: ClassVar[tuple[str, ...]] = ()
     summary: ClassVar[str]
     synchronous: ClassVar[bool] = True
+    runnable: ClassVar[bool] = True
+    refusal: ClassVar[str] = ""  # why the engine cannot run it, where it is not runnable
 
     def __post_init__(self) -> None:
-        for field in ("num_ranks", "num_microbatches"):
-            count = getattr(self, field)
-            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise ScheduleError(f"{field} is a whole number from 1 up: got {count!r}")
+        check_count("num_ranks", self.num_ranks)
+        check_count("num_microbatches", self.num_microbatches)
         self.check()
 
     def check(self) -> None:  # noqa: B027  # most schedules serve every shape
@@ -70,9 +70,14 @@ class Schedule(ABC):
         return self.placement.num_stages
 
     @property
+    def num_units(self) -> int:
+        """What instructions number as microbatches in one batch: M, or more where microbatches are cut into slices."""
+        return self.num_microbatches
+
+    @property
     def update_rule(self) -> UpdateRule:
         """When weights change: by default once a batch, after all of it."""
-        return UpdateRule(self.num_microbatches, (1,) * self.num_ranks)
+        return UpdateRule(self.num_units, (1,) * self.num_ranks)
 
     @abstractmethod
     def order(self, rank: int) -> Order:
@@ -90,9 +95,7 @@ class Schedule(ABC):
             order = self.order(rank)
             stream: list[Instruction] = []
             for batch in range(num_batches):
-                shifted = (
-                    [shift(instruction, batch * self.num_microbatches) for instruction in order] if batch else order
-                )
+                shifted = [shift(instruction, batch * self.num_units) for instruction in order] if batch else order
                 stream += updates.update_after_batch(shifted, placement, rank, version=batch + 1)
             streams.append(tuple(stream))
         return tuple(streams)
@@ -105,10 +108,16 @@ class Schedule(ABC):
         """
         if steps < 1:
             raise ScheduleError(f"a program trains on at least one batch: got steps={steps}")
-        program = Program(self.streams(steps), self.placement, self.num_microbatches, steps, self.update_rule)
+        program = Program(self.streams(steps), self.placement, self.num_units, steps, self.update_rule)
         program = insert_communication(program)
         verify(program)
         return program
+
+
+def check_count(field: str, count: object) -> None:
+    """Refuse what is no count: anything but a whole number from 1 up."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ScheduleError(f"{field} is a whole number from 1 up: got {count!r}")
 
 
 def shift(instruction: Computation | Overlap, microbatches: int) -> Computation | Overlap:

@@ -11,7 +11,7 @@ from stagewright.schedules.errors import ScheduleError
 from stagewright.schedules.linearize import Stuck, linearize, waits_of
 from stagewright.schedules.program import Program
 from stagewright.schedules.timeline import Timeline
-from stagewright.schedules.timing import time_rows
+from stagewright.schedules.timing import row_costs, time_rows
 
 
 def simulate(program: Program, costs: Costs | None = None) -> Timeline:
@@ -34,5 +34,5 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
         raise ScheduleError(
             "the program never finishes; verify(program) tells which ranks wait for each other", "circular wait"
         )
-    starts, ends = time_rows(table, waits, order, costs)
+    starts, ends = time_rows(table, waits, order, row_costs(table, costs))
     return Timeline(program, costs, tuple(starts), tuple(ends))

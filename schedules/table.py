@@ -87,6 +87,14 @@ class Table:
     def __len__(self) -> int:
         return len(self.operation)
 
+    def rows_of(self, operation: int) -> dict[tuple[int, int], list[int]]:
+        """The rows of a STEP, REDUCE_GRAD, … by rank and stage, in order."""
+        rows: dict[tuple[int, int], list[int]] = {}
+        for row in self.others:
+            if self.operation[row] == operation:
+                rows.setdefault((self.rank[row], self.stage[row]), []).append(row)
+        return rows
+
     def _append(self, stream: Sequence[ins.Instruction]) -> None:
         """Add one rank's rows."""
         for position, instruction in enumerate(stream):
@@ -115,10 +123,13 @@ class Table:
         self.outside: list[int] = []
         num_stages, num_microbatches = self.num_stages, self.num_microbatches
         for row, (operation, stage, microbatch) in enumerate(zip(self.operation, self.stage, self.microbatch)):
-            if stage >= num_stages or microbatch >= num_microbatches:
+            if operation > RECEIVE_GRADIENT:
+                if operation == SYNC_SCALARS or 0 <= stage < num_stages:
+                    self.others.append(row)
+                else:
+                    self.outside.append(row)
+            elif not (0 <= stage < num_stages and 0 <= microbatch < num_microbatches):
                 self.outside.append(row)
-            elif operation > RECEIVE_GRADIENT:
-                self.others.append(row)
             else:
                 key = stage * num_microbatches + microbatch
                 for done in _EFFECTS[operation]:

@@ -1,10 +1,13 @@
 """The update pass: where gradients are reduced and where the optimizer makes the next weight version."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from stagewright.schedules.instructions import (
     Backward,
     Computation,
+    Forward,
+    InputGradient,
     Instruction,
     Overlap,
     ReduceGradient,
@@ -12,6 +15,7 @@ from stagewright.schedules.instructions import (
     WeightGradient,
 )
 from stagewright.schedules.placement import Placement
+from stagewright.schedules.program import Program
 
 
 def update_after_batch(
@@ -41,5 +45,58 @@ def stages_finished(instruction: Computation | Overlap) -> tuple[int, ...]:
             return (stage,)
         case Overlap(_, backward):
             return (backward.stage,)
+        case _:
+            return ()
+
+
+def has_updates(program: Program) -> bool:
+    """Whether a program says when weights change."""
+    return any(isinstance(instruction, Step) for stream in program.streams for instruction in stream)
+
+
+def append_updates(program: Program) -> Program:
+    """Add the updates to an imported program that has none: each once its rank is through with all of its microbatches.
+
+    Reductions that the program has stay where they are; those of replicated stages that have none stand
+    right before their STEPs.
+    """
+    return replace(program, streams=tuple(_append_to_stream(program, rank) for rank in range(program.num_ranks)))
+
+
+def _append_to_stream(program: Program, rank: int) -> tuple[Instruction, ...]:
+    stream, stages = program.streams[rank], program.placement.stages_of(rank)
+    reduced = {instruction.stage for instruction in stream if isinstance(instruction, ReduceGradient)}
+    replicated = [stage for stage in stages if len(program.placement.replicas_of(stage)) > 1]
+    per_update = program.updates.microbatches_per_update
+    num_updates = program.num_microbatches * program.num_batches // per_update
+    last_gradient = {
+        microbatch // per_update: position
+        for position, instruction in enumerate(stream)
+        for microbatch in _gradients_of(instruction)
+    }
+    updated: list[Instruction] = []
+    version = 0
+    for position, instruction in enumerate((*stream, None)):
+        # Before what is computed next, so that nothing comes between a gradient and its SEND.
+        if instruction is None or isinstance(instruction, _COMPUTING):
+            while version < num_updates and last_gradient.get(version, -1) < position:
+                version += 1
+                updated += [ReduceGradient(stage) for stage in replicated if stage not in reduced]
+                updated += [Step(stage, version) for stage in stages]
+        if instruction is not None:
+            updated.append(instruction)
+    return tuple(updated)
+
+
+_COMPUTING = (Forward, InputGradient, WeightGradient, Backward, Overlap)
+
+
+def _gradients_of(instruction: Instruction) -> tuple[int, ...]:
+    """The microbatch whose weight gradient an instruction makes, if it does."""
+    match instruction:
+        case Backward(_, microbatch) | WeightGradient(_, microbatch):
+            return (microbatch,)
+        case Overlap(_, backward):
+            return (backward.microbatch,)
         case _:
             return ()

@@ -1,6 +1,29 @@
 """Every schedule of the literature, each as data; importing this package registers them all."""
 
+from stagewright.schedules.library.bfs import BreadthFirst
+from stagewright.schedules.library.gis import GroupedInterleaved
 from stagewright.schedules.library.gpipe import GPipe
+from stagewright.schedules.library.interleaved import Interleaved
+from stagewright.schedules.library.interleaved_zb import InterleavedZeroBubble
+from stagewright.schedules.library.none import NoPipelining
 from stagewright.schedules.library.one_f_one_b import OneFOneB
+from stagewright.schedules.library.pipedream import PipeDream
+from stagewright.schedules.library.seq1f1b import SequenceSliced
+from stagewright.schedules.library.two_buffered import DoubleBuffered
+from stagewright.schedules.library.zb_h1 import ZeroBubbleH1
+from stagewright.schedules.library.zb_h2 import ZeroBubbleH2
 
-__all__ = ["GPipe", "OneFOneB"]
+__all__ = [
+    "BreadthFirst",
+    "DoubleBuffered",
+    "GPipe",
+    "GroupedInterleaved",
+    "Interleaved",
+    "InterleavedZeroBubble",
+    "NoPipelining",
+    "OneFOneB",
+    "PipeDream",
+    "SequenceSliced",
+    "ZeroBubbleH1",
+    "ZeroBubbleH2",
+]

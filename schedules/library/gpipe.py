@@ -6,6 +6,7 @@ from typing import ClassVar
 from stagewright.schedules.costs import Costs
 from stagewright.schedules.formula import Formula
 from stagewright.schedules.instructions import Backward, Forward
+from stagewright.schedules.library.uniform import flush_formula
 from stagewright.schedules.registry import register
 from stagewright.schedules.schedule import Order, Schedule
 
@@ -29,6 +30,7 @@ class GPipe(Schedule):
     last_first: bool = False
 
     name: ClassVar[str] = "gpipe"
+    aliases: ClassVar[tuple[str, ...]] = ("fill-drain", "afab")
     summary: ClassVar[str] = "all forwards, then all backwards; stashes the whole batch"
 
     def order(self, rank: int) -> Order:
@@ -41,10 +43,3 @@ class GPipe(Schedule):
     def bubble_formula(self, costs: Costs) -> Formula:
         """(P-1)(F+B), for any number of microbatches."""
         return flush_formula(self, costs)
-
-
-def flush_formula(schedule: Schedule, costs: Costs) -> Formula:
-    """The bubble of a pipeline that fills, and drains, once a batch, one stage a rank."""
-    stage = costs.of_stages(schedule.num_stages)
-    work = max(stage.forward) + max(stage.backward)
-    return Formula("(P-1)(F+B)", (schedule.num_ranks - 1) * work, schedule.num_microbatches * work)

@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from stagewright.schedules.costs import Costs
 from stagewright.schedules.formula import Formula
-from stagewright.schedules.instructions import Backward, Computation, Forward
-from stagewright.schedules.library.gpipe import flush_formula
+from stagewright.schedules.library.phases import one_forward_one_backward
+from stagewright.schedules.library.uniform import flush_formula
 from stagewright.schedules.registry import register
 from stagewright.schedules.schedule import Order, Schedule
 
@@ -34,18 +34,11 @@ class OneFOneB(Schedule):
     summary: ClassVar[str] = "one forward, one backward; stashes at most P microbatches"
 
     def order(self, rank: int) -> Order:
-        """Warmup: forwards. Steady: one forward, one backward. Cooldown: the remaining backwards."""
+        """As many forwards in advance as there are ranks behind this one."""
         distance = self.num_ranks - 1 - rank
         num_warmup = min(2 * distance if self.deep_warmup else distance, self.num_microbatches)
-        num_steady = self.num_microbatches - num_warmup
-        order: list[Computation] = []
-        for microbatch in range(num_warmup):
-            order += [Forward(rank, microbatch)]
-        for microbatch in range(num_steady):
-            order += [Forward(rank, num_warmup + microbatch), Backward(rank, microbatch)]
-        for microbatch in range(num_steady, self.num_microbatches):
-            order += [Backward(rank, microbatch)]
-        return order
+        cells = [(rank, microbatch) for microbatch in range(self.num_microbatches)]
+        return one_forward_one_backward(cells, cells, num_warmup)
 
     def bubble_formula(self, costs: Costs) -> Formula:
         """(P-1)(F+B), for any number of microbatches."""

@@ -1,0 +1,177 @@
+"""The flags of the command, and the words that teach them."""
+
+import argparse
+import os
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import NoReturn
+
+from stagewright.cli.settings import TrainSettings
+from stagewright.schedules import ScheduleError, add_arguments, from_arguments
+
+OVERVIEW = """\
+examples:
+  stagewright list                                       the schedules there are
+  stagewright show 1f1b --ranks 4 --microbatches 8       who computes what, and when
+  stagewright train                                      a small GPT on 2 local processes
+  stagewright train --schedule gpipe --ranks 4           the same model, another schedule
+
+`stagewright COMMAND --help` says more about each command.
+"""
+
+SHOW_EXAMPLES = """\
+examples:
+  stagewright show 1f1b --ranks 4 --microbatches 8
+  stagewright show gpipe --ranks 2 --microbatches 6 --forward 1 --backward 1
+  stagewright show 1f1b --micro-batch-size 4 --global-batch-size 32
+
+One line is one rank, one column one tick. F3 is the forward of microbatch 3, B3 its backward, I3 and W3 its input and
+weight gradient; `--` goes on with the instruction to its left, `..` is idle.
+"""
+
+TRAIN_EXAMPLES = """\
+examples:
+  stagewright train                                        1F1B on 2 local processes, the standard library's sources
+  stagewright train --schedule gpipe --ranks 4 --microbatches 8 --steps 200
+  stagewright train --data ~/notes --layers 6 --hidden 192 --lr 1e-3
+  stagewright train --global-batch-size 32 --micro-batch-size 4        the Megatron way to say --microbatches 8
+  stagewright train --quiet --metrics run.jsonl            the table alone, and one JSON object a step
+
+  torchrun --nproc-per-node 2 -m stagewright.cli train     the ranks that torchrun starts, here 2 on this machine
+
+  on two machines, the same command on both, with --node-rank 0 on the first and 1 on the second:
+  torchrun --nnodes 2 --nproc-per-node 1 --node-rank 0 --master-addr FIRST --master-port 29500 \\
+      -m stagewright.cli train
+
+Every update reads --batch-size sequences, cut into --microbatches; the model is cut into as many stages as the schedule
+has. The same seed gives the same losses for every schedule, number of ranks and number of microbatches (with --dropout,
+the microbatches must be the same too). At the end, bits per byte on files that were held out.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Write one line and leave with exit code 2."""
+        sys.stderr.write(f"{self.prog}: {message} (see {self.prog} --help)\n")
+        raise SystemExit(2)
+
+
+def build_parser() -> Parser:
+    """Build the parser of the whole command."""
+    parser = Parser(
+        prog="stagewright",
+        description="Pipeline-parallel schedules for PyTorch: look at one, or train with it.",
+        epilog=OVERVIEW,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands.add_parser("list", help="name the schedules, one line each", description="Name the schedules.")
+    _add_show(
+        commands.add_parser(
+            "show",
+            help="draw a schedule, with its bubble and memory",
+            description="Draw a schedule as a grid of ranks and ticks, with its bubble and peak stash.",
+            epilog=SHOW_EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
+    _add_train(
+        commands.add_parser(
+            "train",
+            help="train a small byte-level GPT over a pipeline",
+            description="Train a small byte-level GPT on real text over a pipeline of processes.",
+            epilog=TRAIN_EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )
+    return parser
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="SCHEDULE", help="as named by `stagewright list`")
+    add_arguments(parser, num_ranks=4)
+    costs = parser.add_argument_group("costs")
+    costs.add_argument("--forward", type=duration, default=1, metavar="T", help="ticks of a forward (default 1)")
+    costs.add_argument("--backward", type=duration, default=2, metavar="T", help="ticks of a backward (default 2)")
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser, num_ranks=torchrun_num_ranks() or 2)
+    text = parser.add_argument_group("text")
+    text.add_argument(
+        "--data",
+        type=Path,
+        metavar="PATH",
+        help="a file or a folder of text (default: the Python standard library's own sources)",
+    )
+    text.add_argument("--sequence", type=count, metavar="N", help="bytes of one sequence (default %(default)s)")
+    text.add_argument(
+        "--batch-size", type=count, metavar="N", help=f"sequences of one update (default {TrainSettings.batch_size})"
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument("--layers", type=count, metavar="N", help="transformer layers (default %(default)s)")
+    model.add_argument("--hidden", type=count, metavar="N", help="width of the activations (default %(default)s)")
+    model.add_argument("--heads", type=count, metavar="N", help="attention heads (default %(default)s)")
+    model.add_argument("--dropout", type=float, metavar="P", help="share that is dropped (default %(default)s)")
+    learning = parser.add_argument_group("learning")
+    learning.add_argument("--steps", type=count, metavar="N", help="updates (default %(default)s)")
+    learning.add_argument("--lr", type=duration, metavar="X", help="highest learning rate (default %(default)s)")
+    learning.add_argument("--seed", type=int, metavar="N", help="of weights, text order, dropout (default %(default)s)")
+    output = parser.add_argument_group("output")
+    output.add_argument("--metrics", type=Path, metavar="FILE", help="write one JSON object a step to this file")
+    output.add_argument("--quiet", action="store_true", help="print the closing table alone")
+    # --batch-size keeps None for "not given", so that --global-batch-size can stand in for it.
+    defaults = {field.name: field.default for field in fields(TrainSettings) if field.default is not MISSING}
+    parser.set_defaults(**defaults | {"batch_size": None})
+
+
+def train_settings(arguments: argparse.Namespace) -> TrainSettings:
+    """Turn the parsed flags of `train` into settings.
+
+    Raises ScheduleError where they select no schedule, or contradict each other or torchrun.
+    """
+    num_started = torchrun_num_ranks()
+    if num_started not in (None, arguments.ranks):
+        raise ScheduleError(f"torchrun has started {num_started} ranks: got --ranks {arguments.ranks}; leave it out")
+    given = {arguments.batch_size, arguments.global_batch_size} - {None}
+    if len(given) > 1:
+        raise ScheduleError(
+            f"--batch-size {arguments.batch_size} contradicts --global-batch-size {arguments.global_batch_size}; "
+            f"give one of them"
+        )
+    arguments.batch_size = given.pop() if given else TrainSettings.batch_size
+    if arguments.micro_batch_size is not None:
+        arguments.global_batch_size = arguments.batch_size
+    arguments.schedule = from_arguments(arguments)
+    return TrainSettings(**{field.name: getattr(arguments, field.name) for field in fields(TrainSettings)})
+
+
+def torchrun_num_ranks() -> int | None:
+    """Return the number of ranks that torchrun, or another launcher that sets its variables, has started, if any."""
+    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
+
+
+def is_first_rank() -> bool:
+    """Say whether this process may speak for all: it is rank 0, or no launcher has started it."""
+    return torchrun_num_ranks() is None or os.environ["RANK"] == "0"
+
+
+def count(text: str) -> int:
+    """Read a whole number from 1 up."""
+    if text.isascii() and text.isdigit() and int(text) >= 1:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"a whole number from 1 up is needed: got {text!r}")
+
+
+def duration(text: str) -> float:
+    """Read a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if 0.0 < value < float("inf"):
+        return value
+    raise argparse.ArgumentTypeError(f"a number above 0 is needed: got {text!r}")

@@ -1,0 +1,65 @@
+"""The `stagewright` command: list, show, train."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from stagewright.cli.arguments import build_parser, is_first_rank, train_settings
+from stagewright.cli.show import list_schedules, show_schedule
+from stagewright.schedules import Costs, from_arguments
+
+EXIT_WRONG_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 0, 2 where the input is wrong, 130 where it was interrupted."""
+    parsed = build_parser().parse_args(arguments)
+    if getattr(parsed, "schedule_module", None) is not None:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does; an installed script does not look there
+    try:
+        match parsed.command:
+            case "list":
+                list_schedules(Console())
+                return 0
+            case "show":
+                return run_show(parsed)
+            case _:
+                return run_train(parsed)
+    except KeyboardInterrupt:
+        # A terminal shows ^C, and maybe half a progress bar, on the line where the cursor stands.
+        sys.stderr.write("\ninterrupted\n" if sys.stderr.isatty() else "interrupted\n")
+        return EXIT_INTERRUPTED
+
+
+def run_show(parsed: argparse.Namespace) -> int:
+    """Draw the schedule that the flags select."""
+    parsed.schedule = parsed.name or parsed.schedule
+    try:
+        show_schedule(Console(), from_arguments(parsed), Costs(forward=parsed.forward, backward=parsed.backward))
+    except ValueError as error:
+        return complain("show", error)
+    return 0
+
+
+def run_train(parsed: argparse.Namespace) -> int:
+    """Check what was asked for, then train. Only the check's errors are the user's; later ones keep their traceback."""
+    try:
+        settings = train_settings(parsed)
+        from stagewright.cli import train_command  # late, because torch takes seconds to import
+
+        corpus = train_command.check(settings)
+    except ValueError as error:
+        return complain("train", error)
+    train_command.run(settings, corpus, Console())
+    return 0
+
+
+def complain(command: str, error: ValueError) -> int:
+    """Say what is wrong with the input; of many ranks, one says it for all."""
+    if is_first_rank():
+        sys.stderr.write(f"stagewright {command}: {error}\n")
+    return EXIT_WRONG_INPUT

@@ -1,0 +1,44 @@
+"""What a run tells about itself."""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from stagewright.cli.bubble import Bubble
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What one step did: `step` counts from 1, `loss` is in nats per byte."""
+
+    step: int
+    loss: float
+    tokens_per_second: float
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What the whole run did. Losses are in nats per byte, unless they are called bits."""
+
+    first_loss: float
+    last_loss: float
+    validation_loss: float
+    unigram_bits: float
+    tokens_per_second: float
+    bubble: Bubble
+
+    @property
+    def validation_bits(self) -> float:
+        """The validation loss in bits per byte."""
+        return self.validation_loss / math.log(2)
+
+
+class Listener(Protocol):
+    """Is told what happens while a model trains."""
+
+    def step_done(self, metrics: StepMetrics) -> None:
+        """Hear of one step."""
+
+    def run_done(self, result: TrainResult) -> None:
+        """Hear of the whole run."""

@@ -1,0 +1,162 @@
+"""What a person sees of a run, and what is written to a file."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from stagewright.cli.metrics import Listener, StepMetrics, TrainResult
+from stagewright.cli.settings import TrainSettings
+
+NUM_LINES = 20
+
+
+class Silence:
+    """Says nothing."""
+
+    def step_done(self, metrics: StepMetrics) -> None:
+        """Say nothing."""
+
+    def run_done(self, result: TrainResult) -> None:
+        """Say nothing."""
+
+
+class Bar(Silence):
+    """A live line for a terminal: step, loss, speed, time to go."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self.progress = progress
+        self.task = task
+
+    def step_done(self, metrics: StepMetrics) -> None:
+        """Move the bar."""
+        self.progress.update(self.task, advance=1, loss=metrics.loss, speed=metrics.tokens_per_second)
+
+
+class Lines(Silence):
+    """About twenty lines for a pipe or a file: the first step, the last, and some between."""
+
+    def __init__(self, console: Console, num_steps: int) -> None:
+        self.console = console
+        self.num_steps = num_steps
+        self.seconds = 0.0
+
+    def step_done(self, metrics: StepMetrics) -> None:
+        """Print a line, if it is this step's turn."""
+        self.seconds += metrics.step_seconds
+        interval = max(self.num_steps // NUM_LINES, 1)
+        if metrics.step not in (1, self.num_steps) and metrics.step % interval:
+            return
+        seconds_left = self.seconds / metrics.step * (self.num_steps - metrics.step)
+        self.console.print(
+            f"step {metrics.step:>{len(str(self.num_steps))}}/{self.num_steps}  loss {metrics.loss:.4f}  "
+            f"{metrics.tokens_per_second:.0f} tokens/s  {seconds_left:.0f} s to go",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+class JsonLines(Silence):
+    """One JSON object a step, and a last one for the run."""
+
+    def __init__(self, file: TextIO) -> None:
+        self.file = file
+
+    def step_done(self, metrics: StepMetrics) -> None:
+        """Write `step`, `loss` (nats per byte), `tokens_per_second`, `step_seconds`."""
+        self._write(
+            step=metrics.step,
+            loss=metrics.loss,
+            tokens_per_second=metrics.tokens_per_second,
+            step_seconds=metrics.step_seconds,
+        )
+
+    def run_done(self, result: TrainResult) -> None:
+        """Write `val_loss` (nats per byte), the same in bits beside the unigram model's, and the three bubbles."""
+        bubble = result.bubble
+        self._write(
+            val_loss=result.validation_loss,
+            val_bits_per_byte=result.validation_bits,
+            unigram_bits_per_byte=result.unigram_bits,
+            tokens_per_second=result.tokens_per_second,
+            bubble={"formula": bubble.formula, "simulated": bubble.simulated, "measured": bubble.measured},
+        )
+
+    def _write(self, **values: object) -> None:
+        self.file.write(json.dumps(values) + "\n")
+        self.file.flush()
+
+
+class Together:
+    """Several listeners as one."""
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self.listeners = listeners
+
+    def step_done(self, metrics: StepMetrics) -> None:
+        """Tell all of them."""
+        for listener in self.listeners:
+            listener.step_done(metrics)
+
+    def run_done(self, result: TrainResult) -> None:
+        """Tell all of them."""
+        for listener in self.listeners:
+            listener.run_done(result)
+
+
+@contextmanager
+def open_report(settings: TrainSettings, console: Console) -> Iterator[Listener]:
+    """Open what the settings ask for: a bar or lines unless quiet, and the file of metrics if there is one."""
+    with ExitStack() as stack:
+        listeners: list[Listener] = []
+        if settings.metrics is not None:
+            listeners.append(JsonLines(stack.enter_context(open_metrics(settings.metrics))))
+        if not settings.quiet and console.is_terminal:
+            progress = stack.enter_context(make_progress(console))
+            listeners.append(Bar(progress, progress.add_task("", total=settings.steps, loss=float("nan"), speed=0.0)))
+        elif not settings.quiet:
+            listeners.append(Lines(console, settings.steps))
+        yield Together(listeners)
+
+
+def open_metrics(path: Path) -> TextIO:
+    """Open a file to write metrics to. Raises ValueError where that cannot be done."""
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write the metrics to {path}: {error.strerror or error}") from error
+
+
+def make_progress(console: Console) -> Progress:
+    """The columns of the live line."""
+    return Progress(
+        TextColumn("step {task.completed}/{task.total}"),
+        BarColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}"),
+        TextColumn("{task.fields[speed]:.0f} tokens/s"),
+        TextColumn("to go"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def closing_table(settings: TrainSettings, result: TrainResult) -> Table:
+    """Tabulate what the run achieved, with the unit of every figure."""
+    schedule, bubble = settings.schedule, result.bubble
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_row("schedule", schedule.name, f"{schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches")
+    table.add_row("training loss, first step", f"{result.first_loss:.4f}", "nats per byte")
+    table.add_row("training loss, last step", f"{result.last_loss:.4f}", "nats per byte")
+    table.add_row("validation loss", f"{result.validation_bits:.4f}", "bits per byte")
+    table.add_row("unigram byte model", f"{result.unigram_bits:.4f}", "bits per byte, on the same files")
+    table.add_row("speed", f"{result.tokens_per_second:.0f}", "tokens/s")
+    if bubble.formula is not None:
+        table.add_row("bubble, formula", f"{bubble.formula:.4f}", f"{bubble.denominator}, idle = {bubble.formula_text}")
+    table.add_row("bubble, simulated", f"{bubble.simulated:.4f}", "from the measured mean durations")
+    table.add_row("bubble, measured", f"{bubble.measured:.4f}", f"{bubble.denominator}, median of steps")
+    return table

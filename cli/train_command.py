@@ -1,0 +1,100 @@
+"""`stagewright train`: check the settings, start the ranks or join those of torchrun, print what came out."""
+
+from functools import partial
+
+from rich.console import Console
+
+from stagewright.cli.arguments import is_first_rank, torchrun_num_ranks
+from stagewright.cli.batches import Batches
+from stagewright.cli.corpus import Corpus, load_corpus
+from stagewright.cli.metrics import TrainResult
+from stagewright.cli.report import Silence, closing_table, open_metrics, open_report
+from stagewright.cli.settings import TrainSettings
+from stagewright.cli.trainer import gpt_config, train
+from stagewright.engine import RankContext, from_environment, launch_local
+from stagewright.models import layers_of_stage
+
+
+def check(settings: TrainSettings) -> Corpus:
+    """Find what is wrong with the settings before any rank starts, and return the text they name.
+
+    Raises ValueError.
+    """
+    schedule = settings.schedule
+    if settings.batch_size < schedule.num_microbatches:
+        raise ValueError(
+            f"every microbatch needs a sequence: got a batch of {settings.batch_size} for {schedule.num_microbatches} "
+            f"microbatches; use --batch-size {schedule.num_microbatches} or fewer microbatches"
+        )
+    gpt_config(settings)
+    layers_of_stage(settings.layers, schedule.num_stages, 0)
+    schedule.program()
+    corpus = load_corpus(settings.data)
+    for data in (corpus.train, corpus.validation):
+        Batches(data, settings.sequence, settings.batch_size, settings.seed)
+    if settings.metrics is not None and is_first_rank():
+        open_metrics(settings.metrics).close()
+    return corpus
+
+
+def run(settings: TrainSettings, corpus: Corpus, console: Console) -> None:
+    """Train, on ranks that are there already or on processes of this machine, and print the closing table."""
+    if torchrun_num_ranks() is not None:
+        run_under_torchrun(settings, corpus, console)
+        return
+    try:
+        run_local(settings, corpus, console)
+    finally:
+        console.show_cursor()  # the rank that hid it may have been stopped before it could do this itself
+
+
+def run_local(settings: TrainSettings, corpus: Corpus, console: Console) -> None:
+    """Train on processes of this machine, one a rank."""
+    introduce(settings, corpus, console)
+    results = launch_local(partial(train_rank, settings), num_ranks=settings.schedule.num_ranks)
+    console.print(closing_table(settings, results[0]))
+
+
+def run_under_torchrun(settings: TrainSettings, corpus: Corpus, console: Console) -> None:
+    """Train as one of the ranks that torchrun has started."""
+    with from_environment() as context:
+        check_same_text(context, corpus)
+        if context.rank == 0:
+            introduce(settings, corpus, console)
+        result = train_rank(settings, context)
+    if context.rank == 0:
+        console.print(closing_table(settings, result))
+
+
+def train_rank(settings: TrainSettings, context: RankContext) -> TrainResult:
+    """Train as one rank; the first also reports."""
+    corpus = load_corpus(settings.data)
+    if context.rank != 0:
+        return train(context, settings, corpus, Silence())
+    with open_report(settings, Console()) as report:
+        return train(context, settings, corpus, report)
+
+
+def introduce(settings: TrainSettings, corpus: Corpus, console: Console) -> None:
+    """Say what is about to be trained on what, unless quiet."""
+    if settings.quiet:
+        return
+    schedule = settings.schedule
+    console.print(
+        f"{schedule.name}: {schedule.summary}\n"
+        f"{schedule.num_ranks} ranks, {schedule.num_stages} stages; batches of {settings.batch_size} sequences of "
+        f"{settings.sequence} bytes in {schedule.num_microbatches} microbatches\n{corpus.description}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def check_same_text(context: RankContext, corpus: Corpus) -> None:
+    """Refuse to train where ranks have read different text, for then inputs and targets would not belong together."""
+    fingerprints = context.transport.gather(corpus.fingerprint.encode())
+    strangers = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
+    if strangers:
+        raise ValueError(
+            f"all ranks must read the same text: rank {strangers[0]} reads another than rank 0; "
+            f"give --data a copy of the same files on every machine"
+        )

@@ -1,0 +1,263 @@
+"""Pipeline: what a trainer holds; a model cut into stages that trains by a schedule."""
+
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stagewright.engine.batch import join, split, split_keywords
+from stagewright.engine.context import default_transport
+from stagewright.engine.executor import Executor, Run
+from stagewright.engine.loss import BatchLoss, LossFunction
+from stagewright.engine.plan import Recompute, kept_microbatches, plan_of, splits_backward
+from stagewright.engine.randomness import Seeds
+from stagewright.engine.stage import Stage
+from stagewright.engine.trace import gather_timeline
+from stagewright.engine.transport.contract import Transport
+from stagewright.engine.updater import OptimizerFactory, Updater
+from stagewright.engine.value import Value
+from stagewright.schedules import Program, Schedule, Timeline
+from stagewright.schedules.variants import forward_only, without_steps
+
+BuildStage: TypeAlias = Callable[[int], nn.Module] | Mapping[int, nn.Module]
+
+
+class Pipeline:
+    """A model cut into stages that trains over several ranks by a schedule.
+
+    Every rank makes its own ``Pipeline`` with the same arguments and calls the same methods in the same order.
+
+    Args:
+        build_stage: stage index -> module, called for the stages of this rank alone; or a dict with those stages.
+        schedule: a name with ``num_microbatches`` and the schedule's options by keyword, a Schedule, or a Program.
+        num_microbatches: microbatches of one batch.
+        loss_fn: (output of the last stage, target) -> mean over the rows of a microbatch.
+        optimizer: (name, parameter) pairs -> optimizer, for the parameters of this rank; None where the trainer
+            steps by itself after ``forward_backward``.
+        transport: connects the ranks; by default the default group of torch.distributed.
+        seed: from which the random numbers of the stages (dropout) follow.
+        share_loss: give the loss to every rank, not only to where the last stage lives.
+        recompute: ``"off"``; ``"full"``: every forward keeps only its input and runs again in its backward; a number
+            k: so do all but the last k microbatches of a batch; or a dict that says so stage by stage.
+        split_spec: for keyword arguments of the steps: name -> the dimension to cut, or None to give it whole.
+        options: of the schedule.
+
+    Raises:
+        ScheduleError: the schedule cannot serve this shape, or cannot be run.
+        ValueError: arguments contradict each other.
+    """
+
+    def __init__(
+        self,
+        build_stage: BuildStage,
+        *,
+        schedule: str | Schedule | Program = "1f1b",
+        num_microbatches: int | None = None,
+        loss_fn: LossFunction | None = None,
+        optimizer: OptimizerFactory | None = None,
+        transport: Transport | None = None,
+        seed: int = 0,
+        share_loss: bool = False,
+        recompute: Recompute | Mapping[int, Recompute] = "off",
+        split_spec: Mapping[str, int | None] | None = None,
+        **options: Any,
+    ) -> None:
+        self._transport = transport or default_transport()
+        self.program = plan_of(schedule, self._transport.num_ranks, num_microbatches, options)
+        self.num_microbatches = self.program.num_microbatches
+        self.num_steps = 0
+        self._loss_fn = loss_fn
+        self._share_loss = share_loss
+        self._split_spec = split_spec or {}
+        self._seeds = Seeds(seed, self._transport.device)
+        self._owned = self.program.placement.stages_of(self.rank)
+        splits = splits_backward(self.program)
+        self._stages = {
+            stage: Stage(
+                stage,
+                _module(build_stage, stage, self._transport.device),
+                self._seeds,
+                splits_backward=splits,
+                num_kept=kept_microbatches(recompute, stage),
+            )
+            for stage in self._owned
+        }
+        self._updater = Updater(optimizer, list(self.named_parameters()), self._owned)
+        self._training = self._executor(self.program)
+        self._accumulating = self._executor(without_steps(self.program))
+        self._forwards: dict[int, Executor] = {}
+        self._last_run: tuple[Program, Run] | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._transport.rank
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer of this rank's parameters, or None where it trains none."""
+        return self._updater.optimizer
+
+    @property
+    def modules(self) -> dict[int, nn.Module]:
+        """This rank's modules by stage."""
+        return {stage: self._stages[stage].module for stage in self._owned}
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of this rank's stages; a name that occurs in two stages gets its stage in front."""
+        seen: set[str] = set()
+        for stage in self._owned:
+            for name, parameter in self._stages[stage].module.named_parameters():
+                full = name if name not in seen else f"stage{stage}.{name}"
+                seen.add(full)
+                yield full, parameter
+
+    def train_step(self, x: Value = None, y: Value = None, **keywords: Value) -> Tensor | None:
+        """One batch: forwards, backwards and one optimizer update.
+
+        Args:
+            x: the batch's input, rows first; read on ranks that own the first stage.
+            y: its target; read where the last stage lives.
+            keywords: further arguments of this rank's stages, cut into microbatches too (see ``split_spec``).
+
+        Returns:
+            The batch's loss where the last stage lives (everywhere with ``share_loss``), else None.
+        """
+        return self._train(self._training, x, y, keywords)
+
+    def forward_backward(self, x: Value = None, y: Value = None, **keywords: Value) -> Tensor | None:
+        """One batch without the update: gradients are added to ``.grad``, for the trainer to clip and step itself."""
+        return self._train(self._accumulating, x, y, keywords)
+
+    def eval_step(
+        self, x: Value = None, y: Value = None, *, num_microbatches: int | None = None, **keywords: Value
+    ) -> Tensor | None:
+        """The loss of a batch in evaluation mode; touches neither gradients nor random state.
+
+        Args:
+            x, y, keywords: as for ``train_step``.
+            num_microbatches: any number; the schedule's where left out.
+        """
+        count = num_microbatches or self.num_microbatches
+        loss = self._batch_loss(y, count)
+        self._evaluate(x, loss, count, keywords)
+        return self._shared(loss.total())
+
+    def predict(self, x: Value = None, *, num_microbatches: int | None = None, **keywords: Value) -> Value:
+        """The last stage's output for a batch in evaluation mode, where the last stage lives; else None."""
+        count = num_microbatches or self.num_microbatches
+        outputs = self._evaluate(x, None, count, keywords).outputs
+        return join([outputs[microbatch] for microbatch in range(count)]) if outputs else None
+
+    def flush(self) -> None:
+        """Finish everything that is in flight; nothing is, after a step of a synchronous schedule."""
+
+    def trace(self) -> Timeline:
+        """When each instruction of the last training step ran, on all ranks, in seconds; every rank calls this alike.
+
+        Raises:
+            ValueError: there was no training step yet.
+        """
+        if self._last_run is None:
+            raise ValueError("there is nothing to show yet: call train_step first")
+        program, run = self._last_run
+        return gather_timeline(program, run.times, self._transport)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's weights by stage, its optimizer's state, and how many steps were made."""
+        modules = {stage: module.state_dict() for stage, module in self.modules.items()}
+        optimizer = self.optimizer.state_dict() if self.optimizer is not None else None
+        return {"stages": modules, "optimizer": optimizer, "num_steps": self.num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned on the same rank of the same shape.
+
+        Raises:
+            ValueError: it belongs to other stages.
+        """
+        if set(state["stages"]) != set(self._owned):
+            raise ValueError(f"this rank owns the stages {list(self._owned)}: the state has {sorted(state['stages'])}")
+        for stage, weights in state["stages"].items():
+            self._stages[stage].module.load_state_dict(weights)
+        if self.optimizer is not None and state["optimizer"] is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.num_steps = state["num_steps"]
+
+    def close(self) -> None:
+        """Release the transport; also at the end of a ``with`` block."""
+        self._transport.close()
+
+    def __enter__(self) -> "Pipeline":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _train(self, executor: Executor, x: Value, y: Value, keywords: Mapping[str, Value]) -> Tensor | None:
+        count = self.num_microbatches
+        loss = self._batch_loss(y, count)
+        run = Run(self.num_steps, self._inputs(x, count), self._keywords(keywords, count), loss, train=True)
+        executor.run(run)
+        self.num_steps += 1
+        self._last_run = (executor.program, run)
+        return self._shared(loss.total())
+
+    def _evaluate(self, x: Value, loss: BatchLoss | None, count: int, keywords: Mapping[str, Value]) -> Run:
+        executor = self._forwards.get(count)
+        if executor is None:
+            executor = self._forwards[count] = self._executor(forward_only(self.program.placement, count))
+        modes = [(module, module.training) for root in self.modules.values() for module in root.modules()]
+        run = Run(self.num_steps, self._inputs(x, count), self._keywords(keywords, count), loss, train=False)
+        try:
+            for module, _ in modes:
+                module.training = False
+            executor.run(run)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        return run
+
+    def _executor(self, program: Program) -> Executor:
+        return Executor(program, self._stages, self._transport, self._updater, self._seeds)
+
+    def _inputs(self, x: Value, count: int) -> list[Value]:
+        if 0 not in self._owned:
+            return []
+        if x is None:
+            raise ValueError(f"rank {self.rank} owns the first stage, so it needs the batch's input x: got None")
+        return split(x, count, "x")
+
+    def _keywords(self, keywords: Mapping[str, Value], count: int) -> list[dict[str, Value]]:
+        return split_keywords(keywords, count, self._split_spec)
+
+    def _batch_loss(self, y: Value, count: int) -> BatchLoss:
+        if self._loss_fn is None:
+            raise ValueError("training and evaluation need a loss: give the Pipeline a loss_fn")
+        owns_last = self.program.num_stages - 1 in self._owned
+        return BatchLoss(self._loss_fn, split(y if owns_last else None, count, "y"))
+
+    def _shared(self, loss: Tensor | None) -> Tensor | None:
+        """The whole batch's loss: on every rank if so wanted, and where several ranks own the last stage."""
+        is_spread = len(self.program.placement.replicas_of(self.program.num_stages - 1)) > 1
+        if not self._share_loss and not is_spread:
+            return loss
+        own = b"" if loss is None else struct.pack("<d", loss.item())
+        losses = [struct.unpack("<d", data)[0] for data in self._transport.gather(own) if data]
+        if loss is None and not self._share_loss:
+            return None
+        return torch.tensor(sum(losses), dtype=torch.float64)
+
+
+def _module(build_stage: BuildStage, stage: int, device: torch.device) -> nn.Module:
+    if isinstance(build_stage, Mapping):
+        if stage not in build_stage:
+            raise ValueError(f"this rank owns stage {stage}: the dict of modules has only {sorted(build_stage)}")
+        module = build_stage[stage]
+    else:
+        module = build_stage(stage)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"a stage is an nn.Module: build_stage gave {type(module).__name__} for stage {stage}")
+    return module.to(device)

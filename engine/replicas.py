@@ -1,0 +1,97 @@
+"""Replicas: the copies of a stage's weights that a bidirectional schedule holds, and the sum of their gradients."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from stagewright.engine.transport.contract import Channel, Receipt, Transport
+from stagewright.engine.value import Packed, pack, unpack
+from stagewright.schedules import Program
+
+
+class Replicas:
+    """The gradients of this rank's stages, summed with those of the same stages on other ranks.
+
+    Each copy sends its gradient to every other one, and all add them up in the order of ranks: so the sums, and
+    with them the weights, stay equal to the last bit.
+
+    Args:
+        program: says which ranks hold a copy of which stage.
+        modules: this rank's stages.
+        transport: connects the ranks.
+    """
+
+    def __init__(self, program: Program, modules: Mapping[int, nn.Module], transport: Transport) -> None:
+        self._transport = transport
+        self._parameters = {
+            stage: [parameter for parameter in module.parameters() if parameter.requires_grad]
+            for stage, module in modules.items()
+        }
+        self._holders = {stage: program.placement.replicas_of(stage) for stage in modules}
+        shared = max(
+            (sum(rank in holders for holders in self._holders.values()) for rank in range(program.num_ranks)), default=0
+        )
+        # A stage's sum is under way from its REDUCE_GRAD to its STEP, so two ranks have at most one a shared stage.
+        self._depth = max(1, shared)
+        self._under_way: dict[int, dict[int, Receipt]] = {}
+        self._earlier: dict[nn.Parameter, Tensor] = {}
+
+    def begin(self) -> None:
+        """Set aside the gradients of earlier, accumulated batches: they are summed already."""
+        for stage, parameters in self._parameters.items():
+            if len(self._holders[stage]) > 1:
+                for parameter in parameters:
+                    if parameter.grad is not None:
+                        self._earlier[parameter] = parameter.grad
+                        parameter.grad = None
+
+    def start(self, stage: int) -> None:
+        """Send this copy's gradient to all others, and post the receives of theirs."""
+        rank = self._transport.rank
+        own = pack([parameter.grad for parameter in self._parameters[stage]], f"the gradient of stage {stage}")
+        others = [holder for holder in self._holders[stage] if holder != rank]
+        receipts = {}
+        for other in others:
+            receipts[other] = self._transport.post(self._channel(other, rank), stage, 0)
+        for other in others:
+            self._transport.send(self._channel(rank, other), own, stage, 0)
+        self._under_way[stage] = receipts
+
+    def finish(self, stage: int) -> None:
+        """Wait for the other copies' gradients and add them up."""
+        receipts = self._under_way.pop(stage, None)
+        if receipts is None:
+            return
+        parameters = self._parameters[stage]
+        of_ranks = {self._transport.rank: [parameter.grad for parameter in parameters]}
+        for other, receipt in receipts.items():
+            of_ranks[other] = _gradients(receipt.wait())
+        for index, parameter in enumerate(parameters):
+            parameter.grad = _sum([of_ranks[rank][index] for rank in sorted(of_ranks)])
+            earlier = self._earlier.pop(parameter, None)
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+    def finish_all(self) -> None:
+        """Finish whatever no STEP has waited for."""
+        for stage in list(self._under_way):
+            self.finish(stage)
+
+    def _channel(self, source: int, destination: int) -> Channel:
+        return Channel(source, destination, "replica", self._depth)
+
+
+def _gradients(packed: Packed) -> Sequence[Tensor | None]:
+    gradients: Sequence[Tensor | None] = unpack(packed.layout.skeleton, packed.tensors)
+    return gradients
+
+
+def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum in the given order; None where nobody has any."""
+    total: Tensor | None = None
+    with torch.no_grad():
+        for gradient in gradients:
+            if gradient is not None:
+                total = gradient.clone() if total is None else total.add_(gradient)
+    return total

@@ -1,0 +1,180 @@
+"""Stage: one piece of the model with the stash of its microbatches in flight."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.checkpoint import checkpoint
+
+from stagewright.engine.boundary import Boundary
+from stagewright.engine.deferral import Deferred, Deferring
+from stagewright.engine.randomness import Seeds
+from stagewright.engine.value import Packed, Skeleton, Value, pack, unpack
+
+logger = logging.getLogger(__name__)
+
+# One entry a tensor that a gradient comes back for; None where nothing depended on it.
+Gradients: TypeAlias = Sequence[Tensor | None]
+
+
+class Stashed:
+    """What the backward of a microbatch needs of its forward.
+
+    Args:
+        boundary: what the stage received, and where the input gradients arrive.
+        deferred: the weight gradients that the input gradient leaves for later; None under full backward.
+    """
+
+    __slots__ = ("boundary", "deferred", "gradients", "roots")
+
+    def __init__(self, boundary: Boundary, deferred: Deferred | None) -> None:
+        self.boundary = boundary
+        self.deferred = deferred
+        # Where the backward starts. The graph's edges are kept and not the outputs themselves, so that an output
+        # which was sent is released unless an operation of the stage needs it.
+        self.roots: list[GradientEdge] = []
+        self.gradients: Gradients | None = None
+
+
+class Stage:
+    """One stage of the model on its rank.
+
+    Args:
+        index: the stage.
+        module: any module; takes what the stage before it returned, and the first one the user's input.
+        seeds: gives the random numbers of each forward.
+        splits_backward: whether backwards come in two halves, I and W.
+        num_kept: the last so many microbatches of a batch keep their activations, all others are computed again in
+            their backward; None keeps all.
+    """
+
+    def __init__(
+        self, index: int, module: nn.Module, seeds: Seeds, *, splits_backward: bool = False, num_kept: int | None = None
+    ) -> None:
+        self.index = index
+        self.module = module
+        self.stash: dict[int, Stashed] = {}
+        self.seeds = seeds
+        self.seed_microbatch: Callable[[int], None] | None = getattr(module, "seed_microbatch", None)
+        self._splits_backward = splits_backward
+        self._num_kept = num_kept
+        self._pending: dict[int, Deferred] = {}
+        self._told = False
+
+    def forward(
+        self, microbatch: int, step: int, received: Packed, keywords: Mapping[str, Value], num_left: int
+    ) -> Value:
+        """y = stage(x); stash x and y.
+
+        Args:
+            microbatch, step: for the random numbers.
+            received: x.
+            keywords: further arguments of the module.
+            num_left: microbatches of the batch that this stage has not begun.
+        """
+        body = _Body(self, step, microbatch, received.layout.skeleton, keywords)
+        if not torch.is_grad_enabled():
+            return body(*received.tensors)
+        differentiable = received.layout.differentiable
+        boundary = Boundary([tensor for tensor, wanted in zip(received.tensors, differentiable) if wanted])
+        stashed = Stashed(boundary, Deferred() if self._splits_backward else None)
+        self.stash[microbatch] = stashed
+        entered = iter(boundary.enter())
+        tensors = [next(entered) if wanted else tensor for tensor, wanted in zip(received.tensors, differentiable)]
+        with _deferring(stashed.deferred):
+            if self._num_kept is None or num_left < self._num_kept:
+                return body(*tensors)
+            return checkpoint(body.on_copies, *tensors, use_reentrant=False, preserve_rng_state=False)
+
+    def hand_on(self, microbatch: int, output: Value) -> Packed:
+        """Stash where the backward will start, and give what goes to the next stage."""
+        packed = pack(output, f"stage {self.index}")
+        if torch.is_grad_enabled():
+            roots = [get_gradient_edge(tensor) for tensor in packed.tensors if tensor.requires_grad]
+            self.stash[microbatch].roots = roots
+        return Packed(packed.layout, [tensor.detach() for tensor in packed.tensors])
+
+    def end_with(self, microbatch: int, loss: Tensor, share: float) -> None:
+        """Stash the loss as the place where the backward starts; it counts with its share of the batch's."""
+        if torch.is_grad_enabled():
+            stashed = self.stash[microbatch]
+            stashed.gradients = [torch.full_like(loss, share)] if loss.requires_grad else []
+            stashed.roots = [get_gradient_edge(loss)] if loss.requires_grad else []
+
+    def backward(self, microbatch: int, gradients: Gradients | None) -> Gradients:
+        """dx, dw = gradients of the stash at dy; weights.grad += dw; drop the stash."""
+        passed_back = self.input_gradient(microbatch, gradients)
+        self.weight_gradient(microbatch)
+        return passed_back
+
+    def input_gradient(self, microbatch: int, gradients: Gradients | None) -> Gradients:
+        """dx = gradient of the stash at dy; keep what dw needs.
+
+        Args:
+            microbatch: whose.
+            gradients: dy; None on the last stage, which starts from its loss.
+        """
+        stashed = self.stash.pop(microbatch)
+        gradients = stashed.gradients if gradients is None else gradients
+        assert gradients is not None, "the last stage has a loss, every other one gets gradients"
+        assert len(gradients) == len(stashed.roots), "a gradient for every differentiable output"
+        reached = [(root, dy) for root, dy in zip(stashed.roots, gradients) if dy is not None]
+        deferred = stashed.deferred
+        if reached:
+            with _deferring(deferred), deferred or nullcontext():
+                torch.autograd.backward([root for root, _ in reached], [dy for _, dy in reached])
+        if deferred is not None:
+            self._pending[microbatch] = deferred
+        return stashed.boundary.gradients
+
+    def weight_gradient(self, microbatch: int) -> None:
+        """weights.grad += dw from what the input gradient kept."""
+        deferred = self._pending.pop(microbatch, None)
+        if deferred is not None:
+            deferred.finish()
+
+    def clear(self) -> None:
+        """Drop whatever is in flight, after a failure."""
+        self.stash.clear()
+        self._pending.clear()
+
+
+class _Body:
+    """A stage's module on one microbatch; called twice where it is computed again, with the same random numbers."""
+
+    def __init__(
+        self, stage: Stage, step: int, microbatch: int, skeleton: Skeleton, keywords: Mapping[str, Value]
+    ) -> None:
+        self._stage = stage
+        self._step, self._microbatch = step, microbatch
+        self._skeleton = skeleton
+        self._keywords = keywords
+
+    def __call__(self, *tensors: Tensor) -> Value:
+        number = self._stage.seeds.plant(self._step, self._microbatch, self._stage.index)
+        if self._stage.seed_microbatch is not None:
+            self._stage.seed_microbatch(number)
+        return self._stage.module(unpack(self._skeleton, tensors), **self._keywords)
+
+    def on_copies(self, *tensors: Tensor) -> Value:
+        """The same where what the module changes in place must still be there the second time."""
+        return self(*(tensor.clone() for tensor in tensors))
+
+
+def _deferring(deferred: Deferred | None) -> AbstractContextManager[object]:
+    return nullcontext() if deferred is None else Deferring(deferred)
+
+
+def gradients_as_value(gradients: Gradients) -> Packed:
+    """Gradients as a message: a list with a tensor or nothing an entry."""
+    return pack(list(gradients), "a backward")
+
+
+def gradients_of_value(packed: Packed) -> Gradients:
+    """The reverse of ``gradients_as_value``."""
+    gradients: Gradients = unpack(packed.layout.skeleton, packed.tensors)
+    return gradients

@@ -1,0 +1,92 @@
+"""The contract of a transport: what the executor needs of whatever connects the ranks."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+
+from stagewright.engine.value import Packed
+
+Kind: TypeAlias = Literal["activation", "gradient", "replica"]
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """A one-way line between two ranks, on which messages keep their order.
+
+    Args:
+        source, destination: the ranks.
+        kind: what it carries: activations, gradients, or the weight gradients of a replicated stage.
+        depth: before a message is posted, all that precede it by ``depth`` or more have been consumed; so no more
+            than this many receive buffers are ever alive.
+    """
+
+    source: int
+    destination: int
+    kind: Kind
+    depth: int = 1
+
+
+class Receipt(Protocol):
+    """A receive that was posted."""
+
+    def wait(self) -> Packed:
+        """Block until the message is there and return it."""
+        ...
+
+
+class Transport(Protocol):
+    """Connects the ranks of one pipeline.
+
+    Sends return at once. The k-th send of a channel meets its k-th posted receive; receives may be waited for
+    in any order. Both ends of a channel give the same ``depth``, and call ``begin`` before a program's first message.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        ...
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of this rank live."""
+        ...
+
+    @property
+    def baton(self) -> AbstractContextManager[object]:
+        """Held while computing where ranks share one process, and with it one random generator."""
+        ...
+
+    def begin(self) -> None:
+        """Start a program; nothing of an earlier one is on its way any more."""
+        ...
+
+    def send(self, channel: Channel, packed: Packed, stage: int, microbatch: int) -> None:
+        """Send a message for a stage's microbatch."""
+        ...
+
+    def post(self, channel: Channel, stage: int, microbatch: int) -> Receipt:
+        """Post the receive of the next message on a channel."""
+        ...
+
+    def end(self) -> None:
+        """Wait until all that was sent has been taken."""
+        ...
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in the order of ranks; called by all ranks alike."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Tell the other ranks, where that is possible, that this one has failed and why."""
+        ...
+
+    def close(self) -> None:
+        """Release what the transport holds; nothing is sent afterwards."""
+        ...

@@ -1,0 +1,190 @@
+"""Values: what a stage hands to the next one, taken apart into tensors and a layout that can be written down."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+# A tensor, None, or a tuple, list or dict of values in any nesting.
+Value: TypeAlias = Any
+
+# The shape of a value without its tensors: "t" is a tensor, "n" is None, a container is its kind and its members.
+Skeleton: TypeAlias = str | tuple[Any, ...]
+
+_DTYPES: Final = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        *(torch.bool, torch.complex64, torch.complex128),
+    )
+}
+_MAX_NESTING: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a value is put together, hashable and without any data.
+
+    Args:
+        skeleton: its containers.
+        dtypes, shapes, differentiable: one entry a tensor; the last says whether a gradient comes back for it.
+    """
+
+    skeleton: Skeleton
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    differentiable: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A value as its layout and its tensors, in order."""
+
+    layout: Layout
+    tensors: Sequence[Tensor]
+
+
+def pack(value: Value, where: str) -> Packed:
+    """Take a value apart.
+
+    Args:
+        value: what a stage returned.
+        where: whose value it is, for the error.
+
+    Raises:
+        TypeError: a member is no tensor, tuple, list, dict or None; its path and type are named.
+    """
+    if isinstance(value, Tensor):
+        shape = tuple(value.shape)
+        return Packed(Layout("t", (value.dtype,), (shape,), (value.requires_grad,)), (value,))
+    tensors: list[Tensor] = []
+    skeleton = _take_apart(value, tensors, where, "")
+    layout = Layout(
+        skeleton,
+        tuple(tensor.dtype for tensor in tensors),
+        tuple(tuple(tensor.shape) for tensor in tensors),
+        tuple(tensor.requires_grad for tensor in tensors),
+    )
+    return Packed(layout, tensors)
+
+
+def unpack(skeleton: Skeleton, tensors: Sequence[Tensor]) -> Value:
+    """Put a value together again; the reverse of ``pack``."""
+    if skeleton == "t":
+        return tensors[0]
+    return _put_together(skeleton, iter(tensors))
+
+
+def _take_apart(value: Value, tensors: list[Tensor], where: str, path: str) -> Skeleton:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return "t"
+    if value is None:
+        return "n"
+    kind = type(value)
+    if kind is tuple or kind is list:
+        members = (_take_apart(member, tensors, where, f"{path}[{index}]") for index, member in enumerate(value))
+        return ("tuple" if kind is tuple else "list", *members)
+    if kind is dict:
+        for key in value:
+            if type(key) is not str and type(key) is not int:
+                raise TypeError(
+                    f"{where} returned a dict whose key {key!r} at output{path} is a {type(key).__name__}: "
+                    "keys that cross to another stage are str or int"
+                )
+        members = (_take_apart(member, tensors, where, f"{path}[{key!r}]") for key, member in value.items())
+        return ("dict", tuple(value), *members)
+    raise TypeError(
+        f"{where} returned a {kind.__name__} at output{path}: what crosses to another stage is a tensor, tuple, "
+        "list, dict or None; turn it into a tensor"
+    )
+
+
+def _put_together(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Value:
+    match skeleton:
+        case "t":
+            return next(tensors)
+        case "n":
+            return None
+        case ("tuple", *members):
+            return tuple(_put_together(member, tensors) for member in members)
+        case ("list", *members):
+            return [_put_together(member, tensors) for member in members]
+        case ("dict", keys, *members):
+            return {key: _put_together(member, tensors) for key, member in zip(keys, members)}
+        case _:
+            raise ValueError(f"{skeleton!r} is no skeleton of a value")
+
+
+def write_layout(layout: Layout) -> bytes:
+    """A layout as JSON, for the wire."""
+    names = [str(dtype).removeprefix("torch.") for dtype in layout.dtypes]
+    unknown = [name for name in names if name not in _DTYPES]
+    if unknown:
+        raise TypeError(
+            f"a tensor of dtype {unknown[0]} cannot cross to another rank: convert it to one of {', '.join(_DTYPES)}"
+        )
+    return json.dumps([layout.skeleton, names, layout.shapes, layout.differentiable], separators=(",", ":")).encode()
+
+
+def read_layout(text: bytes) -> Layout:
+    """Read a layout from the wire.
+
+    Raises:
+        ValueError: the text is no layout, or one that does not hang together.
+    """
+    try:
+        skeleton, names, shapes, differentiable = json.loads(text)
+        layout = Layout(
+            _checked_skeleton(skeleton, 0),
+            tuple(_DTYPES[name] for name in names),
+            tuple(tuple(_checked_size(size) for size in shape) for shape in shapes),
+            tuple(bool(flag) for flag in differentiable),
+        )
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"a message describes itself in a way that cannot be read: {error}") from error
+    num_tensors = {_count(layout.skeleton), len(layout.dtypes), len(layout.shapes), len(layout.differentiable)}
+    if len(num_tensors) != 1:
+        raise ValueError("a message contradicts itself about how many tensors it holds")
+    return layout
+
+
+def _checked_skeleton(skeleton: Any, depth: int) -> Skeleton:
+    """JSON has no tuples: restore them, and refuse what no ``pack`` has written."""
+    if depth > _MAX_NESTING:
+        raise ValueError(f"a value is nested deeper than {_MAX_NESTING}")
+    match skeleton:
+        case "t" | "n":
+            return str(skeleton)
+        case ["tuple" | "list" as kind, *members]:
+            return (kind, *(_checked_skeleton(member, depth + 1) for member in members))
+        case ["dict", [*keys], *members] if len(keys) == len(members):
+            if any(type(key) is not str and type(key) is not int for key in keys):
+                raise ValueError("a dict key is neither str nor int")
+            return ("dict", tuple(keys), *(_checked_skeleton(member, depth + 1) for member in members))
+        case _:
+            raise ValueError(f"{skeleton!r} is no skeleton of a value")
+
+
+def _checked_size(size: Any) -> int:
+    if type(size) is not int or size < 0:
+        raise ValueError(f"{size!r} is no size of a dimension")
+    return size
+
+
+def _count(skeleton: Skeleton) -> int:
+    match skeleton:
+        case "t":
+            return 1
+        case "n":
+            return 0
+        case ("dict", _, *members):
+            return sum(map(_count, members))
+        case (_, *members):
+            return sum(map(_count, members))
+        case _:
+            return 0

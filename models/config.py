@@ -1,0 +1,40 @@
+"""The shape of a GPT."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The sizes of a decoder-only GPT; the defaults are a byte-level model that learns in minutes on a CPU.
+
+    `sequence_length` is the longest sequence the model has positions for; shorter ones are welcome.
+    `dropout` is the probability that an element is dropped after the embedding and after each residual branch.
+    Raises `TypeError` for a size that is not an integer and `ValueError` for sizes that do not fit together.
+    """
+
+    vocab_size: int = 256
+    num_layers: int = 4
+    hidden_size: int = 128
+    num_heads: int = 4
+    sequence_length: int = 128
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "num_layers", "hidden_size", "num_heads", "sequence_length"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise TypeError(f"{name} must be an integer: got {size!r}; pass a whole number such as 4")
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1: got {size}; pass 1 or more")
+        if self.hidden_size % self.num_heads:
+            divisor = max(n for n in range(1, self.num_heads) if self.hidden_size % n == 0)
+            raise ValueError(
+                f"num_heads must divide hidden_size: got {self.num_heads} heads for a hidden size of "
+                f"{self.hidden_size}; use {divisor} heads, or a hidden size of "
+                f"{-(-self.hidden_size // self.num_heads) * self.num_heads}"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(
+                f"dropout is the probability of dropping an element, at least 0 and below 1: "
+                f"got {self.dropout}; pass 0 to switch it off"
+            )

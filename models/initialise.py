@@ -1,0 +1,65 @@
+"""Initial parameters that depend on the seed and the parameter's name, never on the rank that holds it."""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+
+STANDARD_DEVIATION = 0.02
+
+
+class ResidualProjection(nn.Linear):
+    """The linear map that ends a residual branch; initialised smaller, so that the sum of many keeps its scale."""
+
+
+def derive_seed(seed: int, name: str) -> int:
+    """Derive the seed of the part of the model called `name` from a seed for the whole.
+
+    It is the first 63 bits of SHA-256 of the text `"{seed}:{name}"`: the same in every process and on every machine
+    (Python's own `hash` of a string is not), and unrelated for neighbouring seeds and names.
+    """
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def initialise(model: nn.Module, *, seed: int, num_layers: int) -> None:
+    """Fill the parameters of a model, or of one stage of it, as GPT-2 does.
+
+    Weights are normal with a standard deviation of 0.02, divided by sqrt(2 * num_layers) for the projections that end
+    a residual branch, of which there are two a layer; biases are 0; LayerNorm is the identity ("Language Models are
+    Unsupervised Multitask Learners", section 2.3). `num_layers` counts the layers of the whole model.
+
+    Each weight is drawn from its own generator, seeded with `derive_seed(seed, <name of the parameter>)`, in float32
+    on the CPU, and then copied to its device and dtype. So every cut of the model, on every device, starts from the
+    same numbers, and torch's global random state is left alone.
+    """
+    for module_name, module in model.named_modules():
+        match module:
+            case nn.LayerNorm():
+                module.reset_parameters()
+            case ResidualProjection():
+                fill_linear(module, module_name, seed, STANDARD_DEVIATION / math.sqrt(2 * num_layers))
+            case nn.Linear():
+                fill_linear(module, module_name, seed, STANDARD_DEVIATION)
+            case nn.Embedding():
+                fill_normal(module.weight, f"{module_name}.weight", seed, STANDARD_DEVIATION)
+            case _:
+                left = [name for name, _ in module.named_parameters(recurse=False)]
+                assert not left, f"no rule initialises {left} of {module_name}, a {type(module).__name__}"
+
+
+def fill_linear(linear: nn.Linear, name: str, seed: int, standard_deviation: float) -> None:
+    """Draw the weight of the linear map called `name` and zero its bias, where it has one."""
+    fill_normal(linear.weight, f"{name}.weight", seed, standard_deviation)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+
+
+def fill_normal(parameter: Tensor, name: str, seed: int, standard_deviation: float) -> None:
+    """Draw the parameter called `name` from its own generator."""
+    generator = torch.Generator(device="cpu").manual_seed(derive_seed(seed, name))
+    drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+    drawn.normal_(0.0, standard_deviation, generator=generator)
+    with torch.no_grad():
+        parameter.copy_(drawn)

@@ -1,0 +1,15 @@
+"""Shared by all tests."""
+
+import os
+
+import pytest
+import torch
+
+# Ranks of a test share few cores: one thread each, in this process and in those that it starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Compute with one thread, so that results do not depend on the machine."""
+    torch.set_num_threads(1)
