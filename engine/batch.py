@@ -61,7 +61,7 @@ def split_keywords(
             if value.ndim <= dimension or value.shape[dimension] < num_microbatches:
                 raise ValueError(
                     f"{name} is cut into {num_microbatches} microbatches along dimension {dimension}: its shape is "
-                    f"{tuple(value.shape)}; say split_spec={{{name!r}: None}} for a tensor that each microbatch gets whole"
+                    f"{tuple(value.shape)}; say split_spec={{{name!r}: None}} to give it to each microbatch whole"
                 )
             columns = torch.tensor_split(value, num_microbatches, dimension)
         for part, column in zip(parts, columns):

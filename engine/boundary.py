@@ -27,7 +27,7 @@ class Boundary:
         if not self._received:
             return ()
         anchor = torch.empty(0, requires_grad=True)  # autograd follows a function only if an input wants a gradient
-        tensors: tuple[Tensor, ...] = _Enter.apply(anchor, self)
+        tensors: tuple[Tensor, ...] = _Enter.apply(anchor, self)  # type: ignore[no-untyped-call]
         self._received = ()
         return tensors
 
@@ -38,12 +38,12 @@ class Boundary:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, boundary: Boundary) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, anchor: Tensor, boundary: Boundary) -> tuple[Tensor, ...]:
         ctx.boundary = boundary
         ctx.set_materialize_grads(False)
         return boundary.alias()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
         ctx.boundary.gradients = gradients
         return None, None

@@ -1,8 +1,6 @@
 """Channels: the one-way lines that a program uses, and how far ahead of need it posts its receives."""
 
-from typing import TypeAlias
-
-from stagewright.engine.transport.contract import Channel, Kind
+from stagewright.engine.transport.contract import Channel, Line
 from stagewright.schedules import Program
 from stagewright.schedules.instructions import (
     Backward,
@@ -14,20 +12,14 @@ from stagewright.schedules.instructions import (
     ReceiveGradient,
 )
 
-# source, destination, kind
-Line: TypeAlias = tuple[int, int, Kind]
 
-
-def channels_of(program: Program, rank: int) -> dict[Line, Channel]:
-    """The channels that begin or end at a rank, by (source, destination, kind)."""
-    ends: set[Line] = set()
-    depths: dict[Line, int] = {}
+def channels_of(program: Program) -> dict[Line, Channel]:
+    """All channels of a program, by (source, destination, kind)."""
+    channels: dict[Line, Channel] = {}
     for receiver, stream in enumerate(program.streams):
         for line, depth in _depths(program, receiver, stream).items():
-            if rank in line[:2]:
-                ends.add(line)
-                depths[line] = depth
-    return {line: Channel(*line, depths[line]) for line in ends}
+            channels[line] = Channel(*line, depth)
+    return channels
 
 
 def _depths(program: Program, rank: int, stream: tuple[Instruction, ...]) -> dict[Line, int]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from stagewright.engine.transport.contract import Transport
 from stagewright.engine.transport.gloo import GlooTransport
+from stagewright.engine.transport.nccl import nccl_transport
 from stagewright.engine.transport.threads import Hub, ThreadTransport
 
 
@@ -35,11 +36,26 @@ def context_of(transport: Transport) -> RankContext:
     return RankContext(transport.rank, transport.num_ranks, transport.device, transport)
 
 
-def default_transport() -> Transport:
-    """Over the default process group of torch.distributed; a single rank without one needs none."""
-    if dist.is_available() and dist.is_initialized():
-        return GlooTransport()
-    return ThreadTransport(Hub(1), 0)
+def default_transport(device: torch.device | None = None) -> Transport:
+    """Over the default process group of torch.distributed; a single rank without one needs none.
+
+    Args:
+        device: where tensors live; the current GPU where left out and the group is one of GPUs, else the CPU.
+    """
+    if not dist.is_initialized():
+        return ThreadTransport(Hub(1), 0)
+    if dist.get_backend() == "nccl":
+        return nccl_transport(device or torch.device("cuda", torch.cuda.current_device()))
+    return GlooTransport(device=device)
+
+
+def _own_device(local_ranks: int) -> torch.device:
+    """The GPU of this rank, shared where there are fewer GPUs than ranks; the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def under_torchrun() -> bool:
@@ -49,7 +65,7 @@ def under_torchrun() -> bool:
 
 @contextmanager
 def from_environment() -> Iterator[RankContext]:
-    """This process's rank as torchrun says it (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); leaves the group at the end.
+    """This process's rank as torchrun says it (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), until the block ends.
 
     Raises:
         ValueError: the process was not started by torchrun or alike.
@@ -59,8 +75,10 @@ def from_environment() -> Iterator[RankContext]:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if "OMP_NUM_THREADS" not in os.environ or local_ranks > 1:
         torch.set_num_threads(max(1, num_cores() // local_ranks))
-    dist.init_process_group("gloo")
-    transport = GlooTransport()
+    device = _own_device(local_ranks)
+    shares_device = device.type == "cuda" and local_ranks > torch.cuda.device_count()
+    dist.init_process_group("nccl" if device.type == "cuda" and not shares_device else "gloo")
+    transport = default_transport(device)
     try:
         yield context_of(transport)
         dist.barrier()

@@ -104,11 +104,11 @@ class Deferring(TorchFunctionMode):
         if func is _LINEAR:
             x, weight, bias = _linear_arguments(*args, **kwargs)
             if _can_defer(weight, bias):
-                return _DeferredLinear.apply(x, weight, bias, False, self._deferred)
+                return _DeferredLinear.apply(x, weight, bias, False, self._deferred)  # type: ignore[no-untyped-call]
         elif func is _ADDMM and not kwargs and len(args) == 3:  # x @ w + b with the weight untransposed
             bias, x, weight = args
             if _can_defer(weight, bias) and bias.ndim == 1:
-                return _DeferredLinear.apply(x, weight, bias, True, self._deferred)
+                return _DeferredLinear.apply(x, weight, bias, True, self._deferred)  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
@@ -121,6 +121,7 @@ def _can_defer(weight: Any, bias: Any) -> bool:
     return (
         torch.is_grad_enabled()
         and _is_plain(weight)
+        and weight.ndim == 2
         and (bias is None or _is_plain(bias))
         and (weight.requires_grad or (bias is not None and bias.requires_grad))
     )
@@ -136,14 +137,11 @@ def _is_plain(weight: Any) -> bool:
 
 class _DeferredLinear(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool, deferred: Deferred
     ) -> Tensor:
         device = x.device.type
-        if torch.is_autocast_enabled(device):
-            saved = x.to(torch.get_autocast_dtype(device))
-        else:
-            saved = x
+        saved = x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
         ctx.deferred, ctx.transposed, ctx.dtype = deferred, transposed, x.dtype
         ctx.save_for_backward(saved, weight, bias)
         if transposed:
@@ -152,7 +150,7 @@ class _DeferredLinear(torch.autograd.Function):
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight, bias = ctx.saved_tensors
         kernel = weight.to(dy.dtype)
         dx = (dy @ (kernel.t() if ctx.transposed else kernel)).to(ctx.dtype) if ctx.needs_input_grad[0] else None

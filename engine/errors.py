@@ -1,5 +1,5 @@
 """What a rank raises when it is not itself at fault."""
 
 
-class PeerFailure(RuntimeError):
+class PeerError(RuntimeError):
     """Another rank has failed, so this one cannot go on; the message names that rank and what it was doing."""

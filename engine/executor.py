@@ -13,13 +13,13 @@ from typing import Any, assert_never
 
 import torch
 
-from stagewright.engine.errors import PeerFailure
+from stagewright.engine.errors import PeerError
 from stagewright.engine.loss import BatchLoss
 from stagewright.engine.mail import Mail
 from stagewright.engine.randomness import Seeds
 from stagewright.engine.replicas import Replicas
 from stagewright.engine.stage import Gradients, Stage, gradients_as_value, gradients_of_value
-from stagewright.engine.transport.contract import Transport
+from stagewright.engine.transport.contract import Session, Transport
 from stagewright.engine.updater import Updater
 from stagewright.engine.value import Layout, Packed, Value, pack
 from stagewright.schedules import Instruction, Program
@@ -66,10 +66,18 @@ class Executor:
         transport: connects the ranks.
         updater: steps the optimizer.
         seeds: of the random numbers of the stages.
+        fixed_shapes: every run has the shapes of the first; some transports are faster then.
     """
 
     def __init__(
-        self, program: Program, stages: Mapping[int, Stage], transport: Transport, updater: Updater, seeds: Seeds
+        self,
+        program: Program,
+        stages: Mapping[int, Stage],
+        transport: Transport,
+        updater: Updater,
+        seeds: Seeds,
+        *,
+        fixed_shapes: bool = False,
     ) -> None:
         self.program = program
         self._transport = transport
@@ -78,6 +86,7 @@ class Executor:
         self._seeds = seeds
         self._mail = Mail(program, transport)
         self._replicas = Replicas(program, {index: stage.module for index, stage in stages.items()}, transport)
+        self._session = Session(fixed_shapes)
         self._run: Run
         self._started = 0.0
         self._stream = program.streams[transport.rank]
@@ -87,11 +96,11 @@ class Executor:
         """Execute the stream once.
 
         Raises:
-            PeerFailure: another rank has failed.
+            PeerError: another rank has failed.
             Exception: whatever a stage, the loss or the optimizer raises, with a note that says where.
         """
         self._run = run
-        self._transport.begin()
+        self._transport.begin(self._session)
         self._replicas.begin()
         times = run.times
         try:
@@ -112,7 +121,7 @@ class Executor:
         self._mail.clear()
         for stage in self._stages.values():
             stage.clear()
-        if isinstance(error, PeerFailure):
+        if isinstance(error, PeerError):
             return
         at = self._stream[index] if index < len(self._stream) else "the end of the program"
         where = f"rank {self._transport.rank} failed at {at} (step {self._run.step})"

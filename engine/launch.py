@@ -15,9 +15,10 @@ from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from stagewright.engine.context import RankContext, context_of, num_cores
-from stagewright.engine.errors import PeerFailure
+from stagewright.engine.errors import PeerError
 from stagewright.engine.transport.gloo import GlooTransport
 from stagewright.engine.transport.threads import Hub, ThreadTransport
 
@@ -66,8 +67,8 @@ class _Processes:
 
     def __init__(self, function: Callable[..., Any], num_ranks: int, args: tuple[Any, ...]) -> None:
         context = mp.get_context("spawn")
-        # The store lives here and not in a rank, so that its port is free for sure and a dying rank does not take it along.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # The store lives here and not in a rank: its port is free for sure, and no dying rank takes it along.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         for rank in range(num_ranks):
@@ -158,7 +159,7 @@ class _Processes:
 
 def _is_consequence(error: BaseException) -> bool:
     """Whether an error is what a rank sees when another one has gone."""
-    return isinstance(error, PeerFailure | dist.DistError) or (
+    return isinstance(error, PeerError | dist.DistError) or (
         isinstance(error, RuntimeError) and not isinstance(error, RankError) and _GLOO_LOST in str(error)
     )
 
@@ -174,7 +175,7 @@ def _process_main(
     threading.Thread(target=_follow_parent, daemon=True).start()
     torch.set_num_threads(max(1, num_cores() // num_ranks))
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(minutes=30))
         result = function(context_of(GlooTransport()), *args)
         pipe.send(("result", result, ""))
@@ -223,7 +224,7 @@ def _run_threads(function: Callable[..., Any], num_ranks: int, args: tuple[Any, 
         raise
     errors = [rank.error for rank in ranks if rank.error is not None]
     if errors:
-        raise next((error for error in errors if not isinstance(error, PeerFailure)), errors[0])
+        raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
     return [rank.result for rank in ranks]
 
 

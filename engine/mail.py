@@ -24,7 +24,8 @@ class Mail:
     def __init__(self, program: Program, transport: Transport) -> None:
         self._rank_of = program.placement.rank_of
         self._transport = transport
-        self._channels = channels_of(program, transport.rank)
+        self._channels = channels_of(program)
+        transport.open(tuple(self._channels.values()))
         self._inbox: dict[Address, Receipt | Packed] = {}
         self._outbox: dict[Address, Packed] = {}
 

@@ -43,6 +43,8 @@ class Pipeline:
         recompute: ``"off"``; ``"full"``: every forward keeps only its input and runs again in its backward; a number
             k: so do all but the last k microbatches of a batch; or a dict that says so stage by stage.
         split_spec: for keyword arguments of the steps: name -> the dimension to cut, or None to give it whole.
+        dynamic_shapes: on NCCL, tensors that cross ranks may change their shapes from step to step (elsewhere they
+            always may); each message then announces its layout from host to host.
         options: of the schedule.
 
     Raises:
@@ -63,6 +65,7 @@ class Pipeline:
         share_loss: bool = False,
         recompute: Recompute | Mapping[int, Recompute] = "off",
         split_spec: Mapping[str, int | None] | None = None,
+        dynamic_shapes: bool = False,
         **options: Any,
     ) -> None:
         self._transport = transport or default_transport()
@@ -86,8 +89,8 @@ class Pipeline:
             for stage in self._owned
         }
         self._updater = Updater(optimizer, list(self.named_parameters()), self._owned)
-        self._training = self._executor(self.program)
-        self._accumulating = self._executor(without_steps(self.program))
+        self._training = self._executor(self.program, fixed_shapes=not dynamic_shapes)
+        self._accumulating = self._executor(without_steps(self.program), fixed_shapes=not dynamic_shapes)
         self._forwards: dict[int, Executor] = {}
         self._last_run: tuple[Program, Run] | None = None
 
@@ -220,8 +223,8 @@ class Pipeline:
                 module.training = mode
         return run
 
-    def _executor(self, program: Program) -> Executor:
-        return Executor(program, self._stages, self._transport, self._updater, self._seeds)
+    def _executor(self, program: Program, *, fixed_shapes: bool = False) -> Executor:
+        return Executor(program, self._stages, self._transport, self._updater, self._seeds, fixed_shapes=fixed_shapes)
 
     def _inputs(self, x: Value, count: int) -> list[Value]:
         if 0 not in self._owned:

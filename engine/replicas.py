@@ -34,6 +34,7 @@ class Replicas:
         )
         # A stage's sum is under way from its REDUCE_GRAD to its STEP, so two ranks have at most one a shared stage.
         self._depth = max(1, shared)
+        transport.open([self._channel(*pair) for pair in _pairs(program)])
         self._under_way: dict[int, dict[int, Receipt]] = {}
         self._earlier: dict[nn.Parameter, Tensor] = {}
 
@@ -64,7 +65,9 @@ class Replicas:
         if receipts is None:
             return
         parameters = self._parameters[stage]
-        of_ranks = {self._transport.rank: [parameter.grad for parameter in parameters]}
+        of_ranks: dict[int, Sequence[Tensor | None]] = {
+            self._transport.rank: [parameter.grad for parameter in parameters]
+        }
         for other, receipt in receipts.items():
             of_ranks[other] = _gradients(receipt.wait())
         for index, parameter in enumerate(parameters):
@@ -80,6 +83,12 @@ class Replicas:
 
     def _channel(self, source: int, destination: int) -> Channel:
         return Channel(source, destination, "replica", self._depth)
+
+
+def _pairs(program: Program) -> list[tuple[int, int]]:
+    """The ranks that exchange gradients, as (source, destination)."""
+    holders = [program.placement.replicas_of(stage) for stage in range(program.num_stages)]
+    return sorted({(one, other) for ranks in holders for one in ranks for other in ranks if one != other})
 
 
 def _gradients(packed: Packed) -> Sequence[Tensor | None]:

@@ -50,16 +50,25 @@ def from_arguments(arguments: argparse.Namespace, **options: object) -> Schedule
     Raises:
         ScheduleError: the flags contradict each other, or select no valid schedule.
     """
-    if arguments.schedule_module is not None:
-        try:
-            importlib.import_module(arguments.schedule_module)
-        except ImportError as error:
-            raise ScheduleError(f"--schedule-module {arguments.schedule_module}: {error}") from error
+    import_schedules(arguments.schedule_module)
     if arguments.chunks is not None:
         options["num_chunks"] = arguments.chunks
     return create(
         arguments.schedule, num_ranks=arguments.ranks, num_microbatches=_num_microbatches(arguments), **options
     )
+
+
+def import_schedules(module: str | None) -> None:
+    """Import a module for the schedules that it registers; nothing where none is named.
+
+    Raises:
+        ScheduleError: it cannot be imported.
+    """
+    if module is not None:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ScheduleError(f"--schedule-module {module}: {error}") from error
 
 
 def _num_microbatches(arguments: argparse.Namespace) -> int:

@@ -70,7 +70,7 @@ class Causes:
         """The rows that make the whole as long as it is, first to last: each waited for the one before."""
         operation = self._table.operation
         rows = [row for row in range(len(self._table)) if not SEND_ACTIVATION <= operation[row] <= RECEIVE_GRADIENT]
-        row = max(rows, key=self._ends.__getitem__, default=-1)
+        row = max(reversed(rows), key=self._ends.__getitem__, default=-1)
         chain = []
         while row >= 0:
             chain.append(row)

@@ -68,8 +68,8 @@ def _messages(table: Table, in_time: Sequence[int]) -> tuple[dict[int, list[Inst
     after: dict[int, Instruction] = {}
     running = table.first_row[:-1]
     for row in in_time:
-        # Nothing can be put inside a fused pair.
-        running[table.rank[row]] = row - 1 if row - 1 in table.fused else row
+        # Nothing can be put inside a fused pair; and a reduction may start after what its rank issues next.
+        running[table.rank[row]] = max(running[table.rank[row]], row - 1 if row - 1 in table.fused else row)
         operation, stage, microbatch = table.operation[row], table.stage[row], table.microbatch[row]
         if operation == FORWARD and stage < last and microbatch < width:
             source, destination = routes[microbatch][stage : stage + 2]

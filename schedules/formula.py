@@ -1,7 +1,10 @@
 """Formula: what theory promises of a schedule's bubble."""
 
 from dataclasses import dataclass
-from typing import Literal
+from math import isclose
+from typing import Literal, assert_never
+
+from stagewright.schedules.timeline import Timeline
 
 # Which of the three spans a formula speaks of (see Timeline).
 Measure = Literal["makespan", "span", "steady"]
@@ -25,10 +28,23 @@ class Formula:
 
     @property
     def fraction(self) -> float:
-        """idle / (ideal + idle), comparable with ``Timeline.bubble_fraction``."""
-        return self.idle / (self.ideal + self.idle)
+        """idle / (ideal + idle), comparable with ``Timeline.bubble_fraction``, ``span_bubble`` or ``steady_bubble``."""
+        return self.idle / (self.ideal + self.idle) if self.ideal + self.idle else 0.0
 
     @property
     def overhead(self) -> float:
         """idle / ideal, comparable with ``Timeline.bubble_overhead``."""
-        return self.idle / self.ideal
+        return self.idle / self.ideal if self.ideal else 0.0
+
+    def agrees_with(self, timeline: Timeline) -> bool:
+        """Whether a timeline's makespan, span or steady period, whichever is meant, is what the formula says."""
+        match self.measure:
+            case "makespan":
+                found = timeline.makespan
+            case "span":
+                found = timeline.span
+            case "steady":
+                found = timeline.steady_period
+            case _:
+                assert_never(self.measure)
+        return isclose(found, self.ideal + self.idle, rel_tol=1e-6)

@@ -23,19 +23,22 @@ def update_after_batch(
 ) -> list[Instruction]:
     """One batch of a synchronous schedule: reduce as early as possible, update once everything is done.
 
-    The gradient of a stage with several copies is summed over them right after the stage's last backward
-    here, so that the sum travels during the cooldown; the STEPs stand together at the end, where one
+    The gradient of a stage with several copies is summed over them as soon as this rank is done with it, so
+    that the sum travels during the cooldown, and in falling order of stages on every rank: two ranks that
+    share two stages would otherwise wait for each other. The STEPs stand together at the end, where one
     optimizer can serve all the rank's stages.
     """
     stages = placement.stages_of(rank)
     last = {stage: index for index, instruction in enumerate(order) for stage in stages_finished(instruction)}
-    replicated = {index: stage for stage, index in last.items() if len(placement.replicas_of(stage)) > 1}
     updated: list[Instruction] = []
-    for index, instruction in enumerate(order):
-        updated.append(instruction)
-        if index in replicated:
-            updated.append(ReduceGradient(replicated[index]))
-    return updated + [Step(stage, version) for stage in stages]
+    start = 0
+    for stage in reversed(stages):
+        if len(placement.replicas_of(stage)) > 1:
+            # A rank that computes nothing on one of its stages still takes part in the sum.
+            end = max(start, last.get(stage, len(order) - 1) + 1)
+            updated += [*order[start:end], ReduceGradient(stage)]
+            start = end
+    return [*updated, *order[start:], *(Step(stage, version) for stage in stages)]
 
 
 def stages_finished(instruction: Computation | Overlap) -> tuple[int, ...]:

@@ -1,14 +1,18 @@
 """The contract of a transport: what the executor needs of whatever connects the ranks."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
 import torch
 
-from stagewright.engine.value import Packed
+from stagewright.engine.value import Layout, Packed
 
 Kind: TypeAlias = Literal["activation", "gradient", "replica"]
+
+# source, destination, kind: what tells one channel from another
+Line: TypeAlias = tuple[int, int, Kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,24 @@ class Channel:
     kind: Kind
     depth: int = 1
 
+    @property
+    def line(self) -> Line:
+        """The channel without its depth."""
+        return self.source, self.destination, self.kind
+
+
+@dataclass(slots=True)
+class Session:
+    """What a transport may remember from one run of a program to the next.
+
+    Args:
+        fixed_shapes: a message of one run has the layout that it had in the first.
+        layouts: those layouts, by line, stage and microbatch.
+    """
+
+    fixed_shapes: bool
+    layouts: dict[tuple[Line, int, int], Layout] = field(default_factory=dict)
+
 
 class Receipt(Protocol):
     """A receive that was posted."""
@@ -40,7 +62,7 @@ class Transport(Protocol):
     """Connects the ranks of one pipeline.
 
     Sends return at once. The k-th send of a channel meets its k-th posted receive; receives may be waited for
-    in any order. Both ends of a channel give the same ``depth``, and call ``begin`` before a program's first message.
+    in any order. Both ends of a channel give the same ``depth``.
     """
 
     @property
@@ -63,8 +85,12 @@ class Transport(Protocol):
         """Held while computing where ranks share one process, and with it one random generator."""
         ...
 
-    def begin(self) -> None:
-        """Start a program; nothing of an earlier one is on its way any more."""
+    def open(self, channels: Sequence[Channel]) -> None:
+        """Make ready the channels of a program, those of all ranks; every rank calls this alike."""
+        ...
+
+    def begin(self, session: Session) -> None:
+        """Start one run of a program; nothing of an earlier one is on its way any more."""
         ...
 
     def send(self, channel: Channel, packed: Packed, stage: int, microbatch: int) -> None:

@@ -34,22 +34,32 @@ class Plan:
 
 
 class FrameCodec:
-    """Writes and reads frames, remembering the layouts it has seen so that a repeated one costs nothing."""
+    """Writes and reads frames, remembering the layouts it has seen so that a repeated one costs nothing.
 
-    def __init__(self) -> None:
+    Args:
+        device: where the tensors of a message that was read shall live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pinned = device.type == "cuda"
         self._by_layout: dict[Layout, Plan] = {}
         self._by_text: dict[bytes, Plan] = {}
 
     def write(self, packed: Packed, stage: int, microbatch: int) -> Tensor:
         """A message as one uint8 tensor."""
         plan = self._by_layout.get(packed.layout) or self._remember(packed.layout, write_layout(packed.layout))
-        frame = torch.empty(plan.num_bytes, dtype=torch.uint8)
+        frame = self.empty(plan.num_bytes)
         header = HEADER.pack(MAGIC, stage, microbatch, len(plan.text), plan.crc, plan.num_bytes) + plan.text
         frame.numpy()[: len(header)].data[:] = header
         for tensor, (start, end) in zip(packed.tensors, plan.spans):
             if start < end:
                 frame[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         return frame
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Memory for a frame, from which a GPU can copy by itself where there is one."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
 
     def num_bytes(self, head: Tensor, source: int) -> int:
         """The length of the whole frame whose beginning has arrived.
@@ -87,6 +97,8 @@ class FrameCodec:
         tensors = []
         for dtype, shape, (start, end) in zip(plan.layout.dtypes, plan.layout.shapes, plan.spans):
             tensors.append(frame[start:end].view(dtype).view(shape) if start < end else torch.empty(shape, dtype=dtype))
+        if self._pinned:
+            tensors = [tensor.to(self._device) for tensor in tensors]
         return Packed(plan.layout, tensors)
 
     def _remember(self, layout: Layout, text: bytes) -> Plan:

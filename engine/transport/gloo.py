@@ -1,6 +1,7 @@
 """Gloo: ranks as processes that exchange frames over a torch.distributed process group on CPUs."""
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stagewright.engine.transport.contract import Channel, Kind, Receipt
+from stagewright.engine.transport.contract import Channel, Kind, Line, Receipt, Session
 from stagewright.engine.transport.frame import HEADER, FrameCodec
 from stagewright.engine.value import Packed
 
@@ -68,7 +69,7 @@ class _GlooReceipt:
     def __init__(self, transport: "GlooTransport", line: _Line, index: int, stage: int, microbatch: int) -> None:
         self._transport, self._line, self._index = transport, line, index
         self._stage, self._microbatch = stage, microbatch
-        self._frame = torch.empty(line.capacity.of(index, line.channel.depth), dtype=torch.uint8)
+        self._frame = transport.codec.empty(line.capacity.of(index, line.channel.depth))
         self._work = transport.group.recv([self._frame], line.channel.source, line.tag)
 
     def wait(self) -> Packed:
@@ -79,7 +80,7 @@ class _GlooReceipt:
         num_bytes = self._transport.codec.num_bytes(frame, source)
         line.capacity.saw(self._index, num_bytes)
         if num_bytes > frame.numel():
-            whole = torch.empty(num_bytes, dtype=torch.uint8)
+            whole = self._transport.codec.empty(num_bytes)
             whole[: frame.numel()] = frame
             self._transport.group.recv([whole[frame.numel() :]], source, line.tag_of_rest).wait()
             frame = whole
@@ -91,19 +92,24 @@ class GlooTransport:
 
     Args:
         group: the process group of the pipeline's ranks; the default group where left out.
+        device: where the tensors live; those of a GPU travel through pinned host memory, which also serves ranks
+            that share one GPU.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
         self.group = group or dist.distributed_c10d._get_default_group()
         self.rank: int = self.group.rank()
         self.num_ranks: int = self.group.size()
-        self.device = torch.device("cpu")
+        self.device = device or torch.device("cpu")
         self.baton: AbstractContextManager[object] = nullcontext()
-        self.codec = FrameCodec()
-        self._lines: dict[tuple[int, int, Kind], _Line] = {}
+        self.codec = FrameCodec(self.device)
+        self._lines: dict[Line, _Line] = {}
 
-    def begin(self) -> None:
-        """Start a program: every channel counts its messages from zero."""
+    def open(self, channels: Sequence[Channel]) -> None:
+        """Nothing to make ready: gloo connects any two ranks."""
+
+    def begin(self, session: Session) -> None:
+        """Start a run: every channel counts its messages from zero."""
         for line in self._lines.values():
             line.capacity.begin()
             line.num_messages = 0
@@ -154,10 +160,9 @@ class GlooTransport:
         self._lines.clear()
 
     def _line(self, channel: Channel) -> _Line:
-        key = (channel.source, channel.destination, channel.kind)
-        line = self._lines.get(key)
+        line = self._lines.get(channel.line)
         if line is None:
-            line = self._lines[key] = _Line(channel)
+            line = self._lines[channel.line] = _Line(channel)
         line.channel = channel
         return line
 

@@ -1,13 +1,14 @@
 """Threads: ranks as threads of one process, for tests and for looking around; messages are handed over in memory."""
 
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 import torch
 
-from stagewright.engine.errors import PeerFailure
-from stagewright.engine.transport.contract import Channel, Kind, Receipt
+from stagewright.engine.errors import PeerError
+from stagewright.engine.transport.contract import Channel, Kind, Line, Receipt, Session
 from stagewright.engine.value import Packed
 
 # source, destination, kind, index
@@ -58,7 +59,7 @@ class Hub:
             return [of_turn[other] for other in range(self.num_ranks)]
 
     def fail(self, reason: str) -> None:
-        """Make every rank that waits, now or later, raise PeerFailure; the first reason counts."""
+        """Make every rank that waits, now or later, raise PeerError; the first reason counts."""
         with self._changed:
             self._failure = self._failure or reason
             self._changed.notify_all()
@@ -70,7 +71,7 @@ class Hub:
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise PeerFailure(self._failure)
+            raise PeerError(self._failure)
 
 
 class _ThreadReceipt:
@@ -98,10 +99,13 @@ class ThreadTransport:
         self.device = torch.device("cpu")
         self.baton: AbstractContextManager[object] = hub.baton
         self._hub = hub
-        self._num_messages: dict[tuple[int, int, Kind], int] = {}
+        self._num_messages: dict[Line, int] = {}
         self._num_gathers = 0
 
-    def begin(self) -> None:
+    def open(self, channels: Sequence[Channel]) -> None:
+        """Nothing to make ready."""
+
+    def begin(self, session: Session) -> None:
         """Nothing to prepare: messages are counted on and on."""
 
     def send(self, channel: Channel, packed: Packed, stage: int, microbatch: int) -> None:
@@ -129,7 +133,6 @@ class ThreadTransport:
         """Nothing to release."""
 
     def _next(self, channel: Channel) -> Key:
-        line = (channel.source, channel.destination, channel.kind)
-        index = self._num_messages.get(line, 0)
-        self._num_messages[line] = index + 1
-        return (*line, index)
+        index = self._num_messages.get(channel.line, 0)
+        self._num_messages[channel.line] = index + 1
+        return (*channel.line, index)

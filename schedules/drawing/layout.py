@@ -12,7 +12,7 @@ MARGIN: Final = 12.0
 ROW: Final = 22.0
 NAME_SIZE: Final = 11.0
 _GAP: Final = 4.0
-_NARROWEST, _WIDEST = 420.0, 4000.0
+_NARROWEST, _WIDEST = 420.0, 6000.0
 _NUMBER_SIZES: Final = (11.0, 9.0, 7.5)
 
 
@@ -25,6 +25,7 @@ class Layout:
         scale: pixels of one unit of time.
         width: of the rows, or more where they are short.
         number_size: font size of the microbatch numbers.
+        number_width: of the widest of them; a cell that has not room for it shows none.
     """
 
     left: float
@@ -32,6 +33,7 @@ class Layout:
     scale: float
     width: float
     number_size: float
+    number_width: float
 
     @property
     def right(self) -> float:
@@ -56,8 +58,9 @@ def layout_of(picture: Picture, top: float) -> Layout:
     end = picture.end or 1.0
     scale = min((12 + 6 * num_digits + room_for_version) / typical, _WIDEST / end)
     fitting = [size for size in _NUMBER_SIZES if digits_width(num_digits, size) + 1 <= typical * scale]
+    number_size = (fitting or _NUMBER_SIZES)[0]
     left = MARGIN + text_width(f"rank {len(picture.rows) - 1}", NAME_SIZE) + 8
-    return Layout(left, top, scale, max(end * scale, _NARROWEST), (fitting or _NUMBER_SIZES)[0])
+    return Layout(left, top, scale, max(end * scale, _NARROWEST), number_size, digits_width(num_digits, number_size))
 
 
 def round_step(least: float) -> float:

@@ -40,15 +40,23 @@ def entries_of(picture: Picture, palette: Palette) -> list[Entry]:
             entries.append(Entry(words + which, colors))
     if picture.fuses:
         entries.append(Entry("fused: both at once", (palette.color("F"), palette.color("B")), "fused"))
-    versions = picture.versions
-    if len(versions) > 1:
-        tinted = tuple(palette.color("F", version=version) for version in versions[:NUM_TINTS])
-        more = f" (again from version {versions[NUM_TINTS]})" if len(versions) > NUM_TINTS else ""
-        numbers = " ".join(map(str, versions[:NUM_TINTS]))
-        entries.append(Entry(f"tint: weight version {numbers}{more}", tinted))
+    entries += _versions(picture, palette)
     entries.append(Entry("idle", (WHITE,)))
     if any(picture.marks):
         entries.append(Entry("optimizer step", (), "step"))
+    return entries
+
+
+def _versions(picture: Picture, palette: Palette) -> list[Entry]:
+    """The tint of each weight version, where there are several; they come round again after some."""
+    versions = picture.versions
+    if len(versions) < 2:
+        return []
+    entries = []
+    for version in versions[:NUM_TINTS]:
+        again = [str(other) for other in versions if other > version and (other - version) % NUM_TINTS == 0]
+        words = f"weight version {version}{', …' if again else ''}"
+        entries.append(Entry(words, tuple(palette.color(kind, version=version) for kind in "FB")))
     return entries
 
 

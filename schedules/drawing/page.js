@@ -5,7 +5,7 @@ const canvas = document.getElementById("picture");
 const tip = document.getElementById("tip");
 const pen = canvas.getContext("2d");
 
-const ROW = 24, CURVE = 26, GAP = 8, LEFT = 74, TOP = 8, AXIS = 26, RIGHT = 12;
+const ROW = 24, CURVE = 26, GAP = 8, LEFT = 74, TOP = 8, AXIS = 26, RIGHT = 12, DIGIT = 6.2;
 const LANE = ROW + CURVE + GAP;
 const INK = "#222", FAINT = "#bbb", AREA = "#cfd8e6", EDGE = "#51627d";
 const FONT = 'px Helvetica, Arial, "DejaVu Sans", sans-serif';
@@ -24,7 +24,9 @@ function taken({ end, unit, styles, ranks }) {
   const part = ([style, text, small]) => ({ fill: styles[style][0], ink: styles[style][1], text, small });
   const cell = ([start, end, token, parts, why, cause]) => ({ start, end, token, parts: parts.map(part), why, cause });
   const lanes = ranks.map(({ cells, steps, stash, peak }) => ({ cells: cells.map(cell), steps, stash, peak }));
-  return { end: end || 1, unit, ranks: lanes, most: Math.max(...lanes.map(({ peak }) => peak)) };
+  let digits = 1;
+  for (const lane of lanes) for (const { parts } of lane.cells) for (const { text } of parts) digits = Math.max(digits, text.length);
+  return { end: end || 1, unit, ranks: lanes, digits, most: Math.max(...lanes.map(({ peak }) => peak)) };
 }
 
 // The index of the first entry for which `holds` is true; entries must turn from false to true once.
@@ -47,7 +49,7 @@ function draw() {
   timeline.ranks.forEach(drawName);
   pen.save();
   pen.beginPath();
-  pen.rect(LEFT - 1, 0, width() + 2, height);
+  pen.rect(LEFT - 5, 0, width() + 10, height);
   pen.clip();
   timeline.ranks.forEach(drawRank);
   if (pointed) drawPointed();
@@ -83,12 +85,10 @@ function drawCell(cell, y) {
     const left = x + place * share;
     pen.fillStyle = part.fill;
     pen.fillRect(left, y, share, ROW);
-    if (part.text.length * 6.7 + 2 <= share) {
-      write(part.text, left + share / 2, y + ROW / 2 + 4, 11, part.ink, "center");
-      if (part.small && (part.text.length * 6.7) / 2 + part.small.length * 5 + 4 <= share / 2) {
-        write(part.small, left + share - 2, y + 9, 8, part.ink, "right");
-      }
-    }
+    const needed = timeline.digits * DIGIT;
+    if (needed + 2 > share) return;
+    write(part.text, left + share / 2, y + ROW / 2 + 4, 11, part.ink, "center");
+    if (needed / 2 + part.small.length * 5 + 4 <= share / 2) write(part.small, left + share - 2, y + 9, 8, part.ink, "right");
   });
   if (size > 3) outline(x, y, size, cell.parts.length > 1 ? 2 : 0.6, INK);
 }

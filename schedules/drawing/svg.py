@@ -94,14 +94,14 @@ def _add_part(
 ) -> None:
     """One computation: its box with its microbatch, and with its weight version in small where there are several."""
     color = colors.color_of(part, picture.num_shades)
-    size = layout.number_size
     add_rect(group, x, y, width, ROW, color, INK if width > 3 else None)
-    microbatch = str(part.microbatch)
-    if digits_width(len(microbatch), size) <= width:
-        label = add_text(group, x + width / 2, y + ROW / 2 + size * 0.36, microbatch, size, color=ink_on(color))
-        label.set("text-anchor", "middle")
+    if width < layout.number_width:
+        return
+    size = layout.number_size
+    label = add_text(group, x + width / 2, y + ROW / 2 + size * 0.36, str(part.microbatch), size, color=ink_on(color))
+    label.set("text-anchor", "middle")
     version = str(part.version) if part.version is not None and len(picture.versions) > 1 else ""
-    needed = digits_width(len(microbatch), size) / 2 + digits_width(len(version), size * 0.7) + 2
+    needed = layout.number_width / 2 + digits_width(len(version), size * 0.7) + 2
     if version and needed <= width / 2:
         small = add_text(group, x + width - 1.5, y + size * 0.7 + 1, version, size * 0.7, color=ink_on(color))
         small.set("text-anchor", "end")

@@ -6,7 +6,7 @@ from typing import ClassVar
 from stagewright.schedules.costs import Costs
 from stagewright.schedules.errors import ScheduleError
 from stagewright.schedules.formula import Formula
-from stagewright.schedules.library.eight_steps import Lane, eight_steps
+from stagewright.schedules.library.eight_steps import Lane, eight_steps, overlap_formula
 from stagewright.schedules.placement import Placement, bidirectional
 from stagewright.schedules.registry import register
 from stagewright.schedules.schedule import Order, Schedule
@@ -16,6 +16,12 @@ from stagewright.schedules.schedule import Order, Schedule
 @dataclass(frozen=True)
 class DualPipe(Schedule):
     """Two directions at once, each with its own copy of the weights (DeepSeek-V3 2024, section 3.2.1).
+
+    The second half of the microbatches enters at the last rank; what ``b5`` does there is what ``B1`` does here.
+
+    ::
+
+        GRID
     """
 
     name: ClassVar[str] = "dualpipe"
@@ -23,16 +29,19 @@ class DualPipe(Schedule):
 
     def check(self) -> None:
         """Refuse odd counts, and fewer microbatches than fill the pipeline from both ends."""
-        if self.num_ranks % 2:
+        ranks, microbatches = self.num_ranks, self.num_microbatches
+        if ranks % 2:
+            nearest = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
             raise ScheduleError(
-                f"dualpipe needs an even number of ranks, since its two directions meet in the middle: got {self.num_ranks}; "
-                f"use {self.num_ranks + 1}, or dualpipev"
+                f"dualpipe needs an even number of ranks, half of them for each direction to enter at: got {ranks}; "
+                f"use {nearest}, or dualpipev"
             )
-        fewest = max(2 * self.num_ranks, self.num_microbatches + self.num_microbatches % 2)
-        if self.num_microbatches != fewest:
+        if microbatches % 2 or microbatches < 2 * ranks:
+            enough = microbatches > 2 * ranks
+            nearest = f"{microbatches - 1} or {microbatches + 1}" if enough else f"{2 * ranks} or more"
             raise ScheduleError(
                 "dualpipe needs an even number of microbatches, at least twice the ranks: "
-                f"got {self.num_microbatches} on {self.num_ranks} ranks; use {fewest} or more"
+                f"got {microbatches} on {ranks} ranks; use {nearest}"
             )
 
     @property
@@ -42,15 +51,20 @@ class DualPipe(Schedule):
         return bidirectional((down, down[::-1]), self.num_microbatches)
 
     def order(self, rank: int) -> Order:
-        """The eight steps, mirrored in the second half of the ranks."""
-        mirrored = self.num_ranks - 1 - rank
-        num_half, num_ranks_half = self.num_microbatches // 2, self.num_ranks // 2
-        distance = min(rank, mirrored)
-        near_first, far_first = (0, num_half) if rank < mirrored else (num_half, 0)
+        """The eight steps; in the second half of the ranks, near is the direction that enters there."""
+        last = self.num_ranks - 1
+        num_before = min(rank, last - rank)
+        first_near, first_far = (0, self.num_microbatches // 2)[:: 1 if rank == num_before else -1]
         return eight_steps(
-            near=Lane(distance, near_first),
-            far=Lane(self.num_ranks - 1 - distance, far_first),
-            num_before=distance,
-            num_after=num_ranks_half - 1 - distance,
-            num_steady=num_half - self.num_ranks + 1 + distance,
+            near=Lane(num_before, first_near),
+            far=Lane(last - num_before, first_far),
+            num_before=num_before,
+            num_after=self.num_ranks // 2 - 1 - num_before,
+            num_steady=self.num_microbatches // 2 - last + num_before,
         )
+
+    def bubble_formula(self, costs: Costs) -> Formula:
+        """(P/2-1)(F&B+B-3W), exact for I = F, W <= F and B <= F&B <= F+B."""
+        num_gaps = self.num_ranks // 2 - 1
+        num_pairs = self.num_microbatches - self.num_ranks - 1
+        return overlap_formula("(P/2-1)(F&B+B-3W)", num_gaps, num_pairs, self.num_microbatches, costs, self.num_stages)

@@ -10,6 +10,8 @@ from collections import defaultdict, deque
 from stagewright.schedules import Program
 from stagewright.schedules import instructions as ins
 
+MESSAGES = (ins.SendActivation, ins.ReceiveActivation, ins.SendGradient, ins.ReceiveGradient)
+
 
 class IllegalError(Exception):
     """An instruction cannot do what it says."""
@@ -26,7 +28,8 @@ def run(program: Program, semantics: str) -> str:
     world.ranks = ranks
     try:
         while any(not rank.finished for rank in ranks):
-            if not any([rank.advance() for rank in ranks]):
+            moved = [rank.advance() for rank in ranks]
+            if not any(moved):
                 return "stuck: " + ", ".join(f"{r.rank}: {r.stream[r.next]}" for r in ranks if not r.finished)
         for rank in ranks:
             rank.leave()
@@ -55,6 +58,8 @@ class World:
         self.num_microbatches = program.num_microbatches * program.num_batches
         self.num_stages = len(program.placement.routes[0])
         self.ranks: list[Rank] = []
+        # Without any send or receive, results are handed over to wherever they are needed.
+        self.silent = not any(isinstance(i, MESSAGES) for s in program.streams for i in s)
         # Names of messages by channel (source, destination, forward?), in the order of posting.
         self.sent: dict[tuple[int, int, bool], list[tuple[int, int]]] = defaultdict(list)
         self.posted: dict[tuple[int, int, bool], list[tuple[int, int]]] = defaultdict(list)
@@ -206,6 +211,8 @@ class Rank:
         message = (stage, microbatch)
         if message in self.inputs[forward]:
             return
+        neighbour = self.world.owner(stage - 1 if forward else stage + 1, microbatch)
+        block_if(self.world.silent and neighbour != self.rank)
         illegal_if(message not in self.receives[forward], f"{instruction} has no input")
         channel = self.receives[forward][message]
         block_if(not self.world.arrived(channel, message))
@@ -250,8 +257,9 @@ class Rank:
 
     def hand_over(self, forward: bool, stage: int, microbatch: int, neighbour: int) -> None:
         """A result goes to the next stage here, or waits to be sent."""
-        if self.world.owner(neighbour, microbatch) == self.rank:
-            self.inputs[forward].add((neighbour, microbatch))
+        owner = self.world.owner(neighbour, microbatch)
+        if owner == self.rank or self.world.silent:
+            self.world.ranks[owner].inputs[forward].add((neighbour, microbatch))
         else:
             self.outbox[forward].add((stage, microbatch))
 

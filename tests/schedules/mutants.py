@@ -4,9 +4,10 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from stagewright.schedules import Instruction, Program, ScheduleError, create, names
+from stagewright.schedules import Instruction, Program, ScheduleError, create, insert_communication, names
 from stagewright.schedules import instructions as ins
-from stagewright.schedules.updates import has_updates
+from stagewright.schedules.placement import bidirectional
+from stagewright.schedules.updates import has_updates, update_after_batch
 
 Streams = list[list[Instruction]]
 
@@ -36,15 +37,41 @@ def programs() -> dict[str, Program]:
                 schedule = create(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
             except ScheduleError:
                 continue
-            made[f"{name} P={num_ranks} M={num_microbatches}"] = schedule.program()
+            made[f"{name} P={num_ranks} M={num_microbatches}"] = program = schedule.program()
             if num_microbatches < 6:
                 made[f"{name} P={num_ranks} M={num_microbatches} twice"] = schedule.program(2)
+            else:
+                made[f"{name} P={num_ranks} M={num_microbatches} silent"] = without_communication(program)
+    made["both ways"] = both_ways(1)
+    made["both ways twice"] = both_ways(2)
     for name, num_ranks, num_microbatches in (("gpipe", 2, 3), ("1f1b", 3, 4), ("zb-h1", 3, 3)):
         program = create(name, num_ranks=num_ranks, num_microbatches=num_microbatches).program(2)
         made[f"{name} sharded"] = with_sharding(program)
         made[f"{name} scalars"] = with_scalars(program)
         made[f"{name} late"] = with_late_steps(program)
     return made
+
+
+def without_communication(program: Program) -> Program:
+    """The same computations and updates; what crosses ranks is left to be derived."""
+    streams = (tuple(i for i in stream if "SEND" not in str(i) and "RECV" not in str(i)) for stream in program.streams)
+    return replace(program, streams=tuple(streams))
+
+
+def both_ways(num_batches: int) -> Program:
+    """Four microbatches on two ranks, two of them each way, so that each rank has a copy of both stages."""
+    placement = bidirectional(((0, 1), (1, 0)), 4)
+    streams: list[tuple[Instruction, ...]] = []
+    for near, far in ((0, 2), (2, 0)):
+        stream: list[Instruction] = []
+        for batch in range(num_batches):
+            start, end = (
+                [(stage, 4 * batch + first + index) for index in range(2)] for stage, first in ((0, near), (1, far))
+            )
+            order = [ins.Forward(*cell) for cell in start + end] + [ins.Backward(*cell) for cell in end + start]
+            stream += update_after_batch(order, placement, len(streams), batch + 1)
+        streams.append(tuple(stream))
+    return insert_communication(Program(tuple(streams), placement, 4, num_batches))
 
 
 def with_sharding(program: Program) -> Program:
@@ -125,6 +152,75 @@ def move(streams: Streams, pick: random.Random) -> None:
     stream.insert(min(max(place + pick.randint(-distance, distance), 0), len(stream)), instruction)
 
 
+def swap_alike(streams: Streams, pick: random.Random) -> None:
+    """Two instructions of one kind change places on a rank, such as two sends or two reductions."""
+    stream = pick.choice(streams)
+    first = pick.randrange(len(stream))
+    alike = [place for place, other in enumerate(stream) if type(other) is type(stream[first])]
+    second = pick.choice(alike)
+    stream[first], stream[second] = stream[second], stream[first]
+
+
+def move_message(streams: Streams, pick: random.Random) -> None:
+    """A send or a receive stands earlier or later on its rank."""
+    _move_any(streams, pick, lambda token: "SEND" in token or "RECV" in token)
+
+
+def move_update(streams: Streams, pick: random.Random) -> None:
+    """A STEP, a reduction or a gather stands earlier or later on its rank."""
+    _move_any(streams, pick, lambda token: not token[-1].isdigit() or "STEP" in token)
+
+
+def _move_any(streams: Streams, pick: random.Random, wanted: Callable[[str], bool]) -> None:
+    stream = pick.choice(streams)
+    places = [place for place, instruction in enumerate(stream) if wanted(str(instruction))]
+    if places:
+        place = pick.choice(places)
+        instruction = stream.pop(place)
+        distance = pick.choice((1, 2, 4, 8, len(stream)))
+        stream.insert(min(max(place + pick.randint(-distance, distance), 0), len(stream)), instruction)
+
+
+def receive_late(streams: Streams, pick: random.Random) -> None:
+    """Receives stand right before what they are for, on one rank or on all, so that sends wait for each other."""
+    for stream in streams if pick.random() < 0.6 else [pick.choice(streams)]:
+        posted: dict[tuple[bool, int, int], Instruction] = {}
+        late: list[Instruction] = []
+        for instruction in stream:
+            if isinstance(instruction, ins.ReceiveActivation | ins.ReceiveGradient):
+                forward = isinstance(instruction, ins.ReceiveActivation)
+                posted[forward, instruction.stage, instruction.microbatch] = instruction
+                continue
+            parts = (
+                (instruction.forward, instruction.backward) if isinstance(instruction, ins.Overlap) else (instruction,)
+            )
+            for part in parts:
+                if isinstance(part, ins.Forward | ins.Backward | ins.InputGradient):
+                    key = (isinstance(part, ins.Forward), part.stage, part.microbatch)
+                    late += [posted.pop(key)] if key in posted else []
+            late.append(instruction)
+        stream[:] = [*late, *posted.values()]
+
+
+def exchange(streams: Streams, pick: random.Random) -> None:
+    """Two microbatches change roles, on one rank or on all."""
+    numbers = sorted({i.microbatch for stream in streams for i in stream if hasattr(i, "microbatch")})
+    one, other = pick.choice(numbers), pick.choice(numbers)
+    renamed = {one: other, other: one}
+    for stream in streams if pick.random() < 0.6 else [pick.choice(streams)]:
+        for place, instruction in enumerate(stream):
+            if isinstance(instruction, ins.Overlap):
+                forward, backward = (
+                    replace(part, microbatch=renamed.get(part.microbatch, part.microbatch))
+                    for part in (instruction.forward, instruction.backward)
+                )
+                stream[place] = ins.Overlap(forward, backward)
+            elif hasattr(instruction, "microbatch"):
+                stream[place] = replace(
+                    instruction, microbatch=renamed.get(instruction.microbatch, instruction.microbatch)
+                )
+
+
 def move_across(streams: Streams, pick: random.Random) -> None:
     """An instruction stands on another rank."""
     source, destination = pick.choice(streams), pick.choice(streams)
@@ -138,13 +234,16 @@ def reversion(streams: Streams, pick: random.Random) -> None:
     places = [(s, i) for s in streams for i, instruction in enumerate(s) if hasattr(instruction, "version")]
     stream, place = pick.choice(places)
     chosen = stream[place]
-    together = pick.random() < 0.7 and not isinstance(chosen, ins.Step)
-    for stream, place in places if together else [(stream, place)]:
-        instruction = stream[place]
-        same = getattr(instruction, "microbatch", -1) == getattr(chosen, "microbatch", -2)
-        if not together or (same and instruction.stage == chosen.stage):
-            kept = version or 0 if isinstance(instruction, ins.Step) else version
-            stream[place] = replace(instruction, version=kept)
+    if isinstance(chosen, ins.Step):
+        stream[place] = replace(chosen, version=version or 0)
+    elif pick.random() < 0.3:
+        stream[place] = replace(chosen, version=version)
+    else:
+        for other_stream, other_place in places:
+            instruction = other_stream[other_place]
+            here = (instruction.stage, getattr(instruction, "microbatch", -1))
+            if here == (chosen.stage, chosen.microbatch):
+                other_stream[other_place] = replace(instruction, version=version)
 
 
 def reroute(streams: Streams, pick: random.Random) -> None:
@@ -172,11 +271,19 @@ def reroute(streams: Streams, pick: random.Random) -> None:
 MUTATIONS: tuple[Callable[[Streams, random.Random], None], ...] = (
     swap,
     swap,
+    swap_alike,
     drop,
     duplicate,
     move,
     move,
+    move_message,
+    move_message,
+    move_update,
+    move_update,
+    exchange,
+    receive_late,
     move_across,
+    reversion,
     reversion,
     reroute,
 )
@@ -197,23 +304,23 @@ def loosen(program: Program, pick: random.Random) -> Program:
 
 
 def mutants(seed: int) -> Iterator[tuple[str, Program]]:
-    """Mutants without end, each with what was done to it.
+    """Mutants without end, each with what was done to it; every schedule has the same share.
 
-    Those that lost all of their updates or all of their communication are left out: such programs get
-    them added before they are proved.
+    Those that lost all of their updates are left out: such programs get them added before they are proved.
     """
     pick = random.Random(seed)
-    bases = list(programs().items())
+    families: dict[str, list[tuple[str, Program]]] = {}
+    for name, program in programs().items():
+        families.setdefault(name.split()[0], []).append((name, program))
     while True:
-        name, program = pick.choice(bases)
+        name, program = pick.choice(families[pick.choice(list(families))])
         streams = [list(stream) for stream in program.streams]
-        chosen = pick.choices(MUTATIONS, k=pick.choice((1, 1, 1, 2)))
+        chosen = pick.choices(MUTATIONS, k=pick.choice((1, 1, 1, 2, 3)))
         for mutation in chosen:
             if all(streams):
                 mutation(streams, pick)
         mutant = replace(program, streams=tuple(map(tuple, streams)))
         if pick.random() < 0.1:
             mutant = loosen(mutant, pick)
-        tokens = "".join(map(str, (token for stream in streams for token in stream)))
-        if has_updates(mutant) and ("SEND" in tokens or "RECV" in tokens or program.num_ranks == 1):
+        if has_updates(mutant):
             yield f"{name}: {', '.join(mutation.__name__ for mutation in chosen)}", mutant

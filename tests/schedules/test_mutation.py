@@ -6,6 +6,7 @@ from itertools import islice
 import pytest
 from interpreter import run
 from mutants import mutants, programs
+
 from stagewright.schedules import Program, ScheduleError, verify
 from stagewright.schedules.proof import SEMANTICS
 
@@ -15,8 +16,7 @@ def verdict(program: Program, semantics: str) -> str:
     try:
         verify(program, semantics)
     except ScheduleError as error:
-        assert error.rule, f"a refusal without a rule: {error}"
-        return str(error)
+        return f"{error.rule or 'no rule'}: {error}"
     return ""
 
 

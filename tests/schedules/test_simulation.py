@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from stagewright.schedules import Costs, Program, Schedule, ScheduleError, Timeline, create, find, names, simulate
+from stagewright.schedules import Costs, Program, ScheduleError, Timeline, create, find, names, simulate
 from stagewright.schedules.costs import StageCosts
 from stagewright.schedules.instructions import (
     Backward,
@@ -64,7 +64,7 @@ class TestByHand:
         assert [found[f"0B{microbatch}"] for microbatch in range(3)] == [(10, 11), (11.5, 12.5), (13, 14)]
 
     def test_the_two_directions_between_two_ranks_are_channels_of_their_own(self) -> None:
-        """In a V, rank 0 sends rank 1 activations (of stage 0) and gradients (of stage 3): neither waits for the other."""
+        """In a V, rank 0 sends rank 1 activations of stage 0 and gradients of stage 3: neither waits for the other."""
         text = "0F0,3F0,3B0,0F1,3F1,3B1,0B0,0B1\n1F0,2F0,1F1,2F1,2B0,2B1,1B0,1B1"
         program = Program.from_csv(text, placement=waves(2))
         timeline = simulate(program, Costs(forward=1, backward=1, message_bytes=4, bandwidth=1))

@@ -1,0 +1,191 @@
+"""Device: tensors straight from device to device over communicators that know neither tags nor sizes.
+
+A communicator, as NCCL has them, takes sends and receives in order and needs the exact size of each. So a message
+travels as its bare tensors on a communicator of its channel's own, and its layout from host to host: in the first
+run of a program only, where shapes stay fixed, else with every message.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from stagewright.engine.transport.contract import Channel, Line, Receipt, Session, Transport
+from stagewright.engine.value import Layout, Packed, pack, read_layout, write_layout
+
+
+class Ticket(Protocol):
+    """A send or receive that was put into a communicator's queue."""
+
+    def wait(self) -> object:
+        """Let whatever the device does next come after it."""
+        ...
+
+
+class Communicator(Protocol):
+    """One direction between two ranks: operations in order, sizes exact, no tags."""
+
+    def send(self, data: Tensor) -> Ticket:
+        """Put a send of bytes into the queue."""
+        ...
+
+    def receive(self, data: Tensor) -> Ticket:
+        """Put a receive of exactly these bytes into the queue."""
+        ...
+
+
+class Connect(Protocol):
+    """Makes the communicators of a rank."""
+
+    def __call__(self, line: Line) -> Communicator | None:
+        """The communicator of a line, or None where this rank is at neither end; every rank calls this alike."""
+        ...
+
+
+class DeviceTransport:
+    """Tensors over one communicator a channel, layouts over the host.
+
+    Args:
+        host: carries layouts and other small things between the hosts.
+        connect: makes communicators.
+        device: where the tensors live.
+    """
+
+    def __init__(self, host: Transport, connect: Connect, device: torch.device) -> None:
+        self.rank = host.rank
+        self.num_ranks = host.num_ranks
+        self.device = device
+        self.baton: AbstractContextManager[object] = host.baton
+        self._host = host
+        self._connect = connect
+        self._communicators: dict[Line, Communicator | None] = {}
+        self._unposted: dict[Line, deque[_DeviceReceipt]] = {}
+        self._session = Session(fixed_shapes=False)
+        self._under_way: list[Ticket] = []
+
+    def open(self, channels: Sequence[Channel]) -> None:
+        """Make the communicators that are missing, in one order on all ranks."""
+        self._host.open(channels)
+        for line in sorted({channel.line for channel in channels}):
+            if line not in self._communicators:
+                self._communicators[line] = self._connect(line)
+                self._unposted[line] = deque()
+
+    def begin(self, session: Session) -> None:
+        """Start one run; layouts that the session knows are not sent again."""
+        self._host.begin(session)
+        self._session = session
+
+    def send(self, channel: Channel, packed: Packed, stage: int, microbatch: int) -> None:
+        """Queue a message's tensors; before them its layout, where the other side cannot know it."""
+        key = (channel.line, stage, microbatch)
+        known = self._session.layouts.get(key) if self._session.fixed_shapes else None
+        if known is None:
+            text = torch.frombuffer(bytearray(write_layout(packed.layout)), dtype=torch.uint8)
+            self._host.send(channel, pack(text, "a layout"), stage, microbatch)
+            self._session.layouts[key] = packed.layout
+        elif known != packed.layout:
+            raise ValueError(
+                f"shapes are fixed after the first step: microbatch {microbatch} for stage {stage} was {known} and is "
+                f"now {packed.layout}; give the Pipeline dynamic_shapes=True"
+            )
+        communicator = self._communicator(channel)
+        for tensor in packed.tensors:
+            if tensor.numel():
+                self._under_way.append(communicator.send(_as_bytes(tensor)))
+
+    def post(self, channel: Channel, stage: int, microbatch: int) -> Receipt:
+        """Queue the receives of a message, at once where its layout is known, else when it is waited for."""
+        layout = self._session.layouts.get((channel.line, stage, microbatch)) if self._session.fixed_shapes else None
+        source = None if layout is not None else self._host.post(channel, stage, microbatch)
+        receipt = _DeviceReceipt(self, channel, (channel.line, stage, microbatch), layout, source)
+        unposted = self._unposted[channel.line]
+        unposted.append(receipt)
+        if layout is not None and len(unposted) == 1:
+            self.post_up_to(channel.line, receipt)
+        return receipt
+
+    def post_up_to(self, line: Line, receipt: "_DeviceReceipt") -> None:
+        """Queue the receives of a line up to this one, in order: a communicator knows no tags."""
+        unposted = self._unposted[line]
+        while unposted and not receipt.is_posted:
+            unposted.popleft().queue()
+
+    def end(self) -> None:
+        """Let whatever comes next come after all sends."""
+        self._host.end()
+        for ticket in self._under_way:
+            ticket.wait()
+        self._under_way.clear()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, from host to host."""
+        return self._host.gather(data)
+
+    def abort(self, reason: str) -> None:
+        """Tell the other hosts."""
+        self._host.abort(reason)
+
+    def close(self) -> None:
+        """Drop the communicators."""
+        self._communicators.clear()
+        self._host.close()
+
+    def _communicator(self, channel: Channel) -> Communicator:
+        communicator = self._communicators[channel.line]
+        assert communicator is not None, "a rank sends and receives on its own channels only"
+        return communicator
+
+    def receive(self, channel: Channel, layout: Layout) -> tuple[list[Tensor], list[Ticket]]:
+        """Queue the receives of one message's tensors into new memory."""
+        communicator = self._communicator(channel)
+        tensors = [
+            torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in zip(layout.shapes, layout.dtypes)
+        ]
+        return tensors, [communicator.receive(_as_bytes(tensor)) for tensor in tensors if tensor.numel()]
+
+    def learn(self, key: tuple[Line, int, int], layout: Layout) -> None:
+        """Remember a message's layout for the next run."""
+        self._session.layouts[key] = layout
+
+
+class _DeviceReceipt:
+    def __init__(
+        self,
+        transport: DeviceTransport,
+        channel: Channel,
+        key: tuple[Line, int, int],
+        layout: Layout | None,
+        source: Receipt | None,
+    ) -> None:
+        self._transport, self._channel, self._key = transport, channel, key
+        self._layout, self._source = layout, source
+        self._tensors: list[Tensor] = []
+        self._tickets: list[Ticket] = []
+        self.is_posted = False
+
+    def queue(self) -> None:
+        """Put the receives into the communicator's queue, once the layout is known."""
+        if self._layout is None:
+            assert self._source is not None, "a layout is either known or on its way"
+            (text,) = self._source.wait().tensors
+            self._layout = read_layout(bytes(text.numpy().data))
+            self._transport.learn(self._key, self._layout)
+        self._tensors, self._tickets = self._transport.receive(self._channel, self._layout)
+        self.is_posted = True
+
+    def wait(self) -> Packed:
+        """The message; the device's next work comes after its arrival."""
+        self._transport.post_up_to(self._channel.line, self)
+        for ticket in self._tickets:
+            ticket.wait()
+        assert self._layout is not None, "a posted receive has a layout"
+        return Packed(self._layout, self._tensors)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a tensor as bytes: no communicator has to know its type."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
