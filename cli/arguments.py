@@ -7,6 +7,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import NoReturn
 
+from stagewright.cli import show_command
 from stagewright.cli.settings import TrainSettings
 from stagewright.schedules import ScheduleError, add_arguments, from_arguments
 
@@ -18,16 +19,6 @@ examples:
   stagewright train --schedule gpipe --ranks 4           the same model, another schedule
 
 `stagewright COMMAND --help` says more about each command.
-"""
-
-SHOW_EXAMPLES = """\
-examples:
-  stagewright show 1f1b --ranks 4 --microbatches 8
-  stagewright show gpipe --ranks 2 --microbatches 6 --forward 1 --backward 1
-  stagewright show 1f1b --micro-batch-size 4 --global-batch-size 32
-
-One line is one rank, one column one tick. F3 is the forward of microbatch 3, B3 its backward, I3 and W3 its input and
-weight gradient; `--` goes on with the instruction to its left, `..` is idle.
 """
 
 TRAIN_EXAMPLES = """\
@@ -59,9 +50,9 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def build_parser() -> Parser:
+def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the whole command."""
-    parser = Parser(
+    parser: argparse.ArgumentParser = Parser(
         prog="stagewright",
         description="Pipeline-parallel schedules for PyTorch: look at one, or train with it.",
         epilog=OVERVIEW,
@@ -69,15 +60,7 @@ def build_parser() -> Parser:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("list", help="name the schedules, one line each", description="Name the schedules.")
-    _add_show(
-        commands.add_parser(
-            "show",
-            help="draw a schedule, with its bubble and memory",
-            description="Draw a schedule as a grid of ranks and ticks, with its bubble and peak stash.",
-            epilog=SHOW_EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-    )
+    show_command.add_parser(commands)
     _add_train(
         commands.add_parser(
             "train",
@@ -88,14 +71,6 @@ def build_parser() -> Parser:
         )
     )
     return parser
-
-
-def _add_show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="SCHEDULE", help="as named by `stagewright list`")
-    add_arguments(parser, num_ranks=4)
-    costs = parser.add_argument_group("costs")
-    costs.add_argument("--forward", type=duration, default=1, metavar="T", help="ticks of a forward (default 1)")
-    costs.add_argument("--backward", type=duration, default=2, metavar="T", help="ticks of a backward (default 2)")
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:

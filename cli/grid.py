@@ -11,14 +11,16 @@ from stagewright.schedules.drawing.text import Grid, Span, grid_of, rank_names
 BASIC_HUES = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow"}
 
 
-def grid_rich(timeline: Timeline, width: int | None = None, palette: Palette | None = None) -> list[Text]:
+def grid_rich(
+    timeline: Timeline, width: int | None = None, palette: Palette | None = None, *, versions: bool = False
+) -> list[Text]:
     """Draw `grid_text`, letter by letter, in colour: the hue tells the kind, the lightness the chunk.
 
     Without a palette, the colours are those that every terminal has. A grid wider than `width` is broken between two
-    ticks into panels, to be read one after the other.
+    ticks into panels, to be read one after the other. `versions` is as in `grid_text`.
     """
     picture = picture_of(timeline)
-    grid = grid_of(picture)
+    grid = grid_of(picture, versions=versions)
     names = rank_names(len(grid.rows))
     lines = [coloured(row, line, picture, palette) for row, line in zip(grid.rows, grid.lines())]
     panels = []

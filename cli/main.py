@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from stagewright.cli import show_command
 from stagewright.cli.arguments import build_parser, is_first_rank, train_settings
-from stagewright.cli.show import list_schedules, show_schedule
-from stagewright.schedules import Costs, from_arguments
+from stagewright.cli.show import list_schedules
 
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -26,23 +26,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 list_schedules(Console())
                 return 0
             case "show":
-                return run_show(parsed)
+                return show_command.run(parsed)
             case _:
                 return run_train(parsed)
     except KeyboardInterrupt:
         # A terminal shows ^C, and maybe half a progress bar, on the line where the cursor stands.
         sys.stderr.write("\ninterrupted\n" if sys.stderr.isatty() else "interrupted\n")
         return EXIT_INTERRUPTED
-
-
-def run_show(parsed: argparse.Namespace) -> int:
-    """Draw the schedule that the flags select."""
-    parsed.schedule = parsed.name or parsed.schedule
-    try:
-        show_schedule(Console(), from_arguments(parsed), Costs(forward=parsed.forward, backward=parsed.backward))
-    except ValueError as error:
-        return complain("show", error)
-    return 0
 
 
 def run_train(parsed: argparse.Namespace) -> int:

@@ -34,7 +34,7 @@ class Embedding(nn.Module):
                 f"{num_positions} positions; shorten the sequence or build with sequence_length={num_tokens}"
             )
         position = torch.arange(num_tokens, device=tokens.device)
-        seed_dropout(microbatch_seed, "embedding")
+        seed_dropout(microbatch_seed, "embedding", tokens.device)
         activation: Tensor = self.dropout(self.tokens(tokens) + self.positions(position))
         return activation
 
@@ -88,7 +88,7 @@ class Layer(nn.Module):
     def forward(self, activation: Tensor, microbatch_seed: int | None) -> Tensor:
         # The seed is an argument, not state, so that a layer recomputed later (torch.utils.checkpoint) still draws
         # the masks of its own microbatch although the stage has moved on to another.
-        seed_dropout(microbatch_seed, f"layers.{self.layer}")
+        seed_dropout(microbatch_seed, f"layers.{self.layer}", activation.device)
         attended = activation + self.dropout(self.attention(self.attention_norm(activation)))
         output: Tensor = attended + self.dropout(self.mlp(self.mlp_norm(attended)))
         return output
@@ -142,10 +142,19 @@ class GPTStage(nn.Module):
         return activation if self.head is None else self.head(activation)
 
 
-def seed_dropout(microbatch_seed: int | None, name: str) -> None:
-    """Seed torch's generators for the dropout of the part called `name`; without a microbatch's seed, do nothing."""
-    if microbatch_seed is not None:
-        torch.manual_seed(derive_seed(microbatch_seed, name))
+def seed_dropout(microbatch_seed: int | None, name: str, device: torch.device) -> None:
+    """Seed the device's generator for the dropout of the part called `name`; without a microbatch's seed, do nothing.
+
+    `torch.manual_seed` would seed every device there is, which takes longer than a small layer.
+    """
+    if microbatch_seed is None:
+        return
+    number = derive_seed(microbatch_seed, name)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(number)
+    else:
+        torch.default_generator.manual_seed(number)
 
 
 def build_gpt_stage(

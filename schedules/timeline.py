@@ -226,6 +226,12 @@ class Timeline:
         events = tuple(map(self._event, rows))
         return CriticalPath(events, computing, communicating, max(self.makespan - computing - communicating, 0.0))
 
+    def _repr_svg_(self) -> str:
+        """The picture that a notebook shows."""
+        from stagewright.schedules.drawing.svg import svg_text  # late, because what draws timelines imports this module
+
+        return svg_text(self)
+
 
 _RECEIVES = frozenset((RECEIVE_ACTIVATION, RECEIVE_GRADIENT))
 

@@ -6,20 +6,12 @@ from stagewright.schedules.timeline import Timeline
 
 def caption_of(timeline: Timeline) -> list[str]:
     """The shape and the bubble of a timeline, each ratio with its denominator."""
-    program = timeline.program
-    shape = [
-        counted(program.num_ranks, "rank"),
-        counted(program.num_stages, "stage"),
-        counted(program.num_microbatches, "microbatch", "microbatches"),
-    ]
-    if program.num_batches > 1:
-        shape.append(counted(program.num_batches, "batch", "batches"))
     sentences = [
-        f"{', '.join(shape)}; makespan {timeline.makespan:g}.",
+        f"{shape_of(timeline)}; makespan {timeline.makespan:g}.",
         f"Bubble fraction {timeline.bubble_fraction:.1%} = idle / (ranks × makespan); "
         f"bubble overhead {timeline.bubble_overhead:.1%} = (makespan − ideal) / ideal.",
     ]
-    if program.num_batches > 2:
+    if timeline.program.num_batches > 2:
         sentences.append(
             f"Steady period {timeline.steady_period:g} a batch; steady bubble {timeline.steady_bubble:.1%} = "
             "(period − ideal) / period."
@@ -27,9 +19,19 @@ def caption_of(timeline: Timeline) -> list[str]:
     return sentences
 
 
-def counted(count: int, noun: str, nouns: str = "") -> str:
-    """A number with its noun in the singular or the plural."""
-    return f"{count} {noun if count == 1 else nouns or noun + 's'}"
+def shape_of(timeline: Timeline) -> str:
+    """Ranks, stages, microbatches and batches, in words."""
+    program = timeline.program
+    parts = [
+        _counted(program.num_ranks, "rank", "ranks"),
+        _counted(program.num_stages, "stage", "stages"),
+        _counted(program.num_microbatches, "microbatch", "microbatches"),
+    ]
+    return ", ".join(parts + ([f"{program.num_batches} batches"] if program.num_batches > 1 else []))
+
+
+def _counted(count: int, noun: str, nouns: str) -> str:
+    return f"{count} {noun if count == 1 else nouns}"
 
 
 def memory_unit(costs: Costs) -> str:

@@ -55,7 +55,7 @@ def _versions(picture: Picture, palette: Palette) -> list[Entry]:
     entries = []
     for version in versions[:NUM_TINTS]:
         again = [str(other) for other in versions if other > version and (other - version) % NUM_TINTS == 0]
-        words = f"weight version {version}{', …' if again else ''}"
+        words = f"weight version {version}{f', {again[0]}, …' if again else ''}"
         entries.append(Entry(words, tuple(palette.color(kind, version=version) for kind in "FB")))
     return entries
 

@@ -17,7 +17,7 @@ Color = tuple[int, int, int]
 
 _WHITE: Final = (255, 255, 255)
 # How far the last chunk is on its way to white.
-_LIGHTEST: Final = 0.62
+_LIGHTEST: Final = 0.55
 # Each weight version turns the hues by so much of a circle, forwards and backwards away from each other.
 _TURN: Final = 35 / 360
 # Versions that a picture tells apart by tint; then the tints come round again.
@@ -44,7 +44,8 @@ class Palette:
         }[kind]
         if shade:
             color = _mixed(color, _WHITE, _LIGHTEST * shade / (num_shades - 1))
-        return _turned(color, self._direction(kind) * ((version or 0) % NUM_TINTS) * _TURN)
+        tint = (version or 0) % NUM_TINTS
+        return _turned(color, self._direction(kind) * tint * _TURN) if tint else color
 
     def _direction(self, kind: str) -> int:
         """Which way a hue turns: forwards away from backwards, and all else with the backwards."""
@@ -65,9 +66,9 @@ PALETTES: Final[Mapping[str, Palette]] = MappingProxyType(
             # DualPipe: orange forwards, green backwards, their halves in teal and blue.
             Palette("deepseek", (244, 170, 66), (84, 150, 70), (60, 160, 160), (76, 110, 190)),
             # The visualizer of torch.distributed.pipelining: blue, orange, teal, green.
-            Palette("torch", (116, 154, 246), (196, 92, 0), (0, 128, 128), (48, 120, 40)),
-            # Okabe and Ito's colours, told apart with any kind of colour blindness.
-            Palette("colorblind", (86, 180, 233), (213, 94, 0), (230, 159, 0), (0, 158, 115)),
+            Palette("torch", (116, 154, 246), (196, 92, 0), (0, 150, 160), (48, 120, 40)),
+            # Okabe and Ito's colours, told apart with any kind of colour blindness; the vermilion is darkened.
+            Palette("colorblind", (86, 180, 233), (190, 74, 0), (230, 159, 0), (0, 158, 115)),
         )
     }
 )
@@ -114,7 +115,14 @@ def _hue(color: Color) -> float:
 
 
 def _turned(color: Color, turn: float) -> Color:
-    """A colour with its hue turned by a part of a full circle."""
-    hue, lightness, saturation = colorsys.rgb_to_hls(*(channel / 255 for channel in color))
-    red, green, blue = colorsys.hls_to_rgb((hue + turn) % 1.0, lightness, saturation)
-    return round(red * 255), round(green * 255), round(blue * 255)
+    """A colour with its hue turned by a part of a full circle, as light as it was."""
+    hue, _, saturation = colorsys.rgb_to_hls(*(channel / 255 for channel in color))
+    darker, lighter = 0.0, 1.0
+    for _ in range(8):
+        middle = (darker + lighter) / 2
+        red, green, blue = (round(part * 255) for part in colorsys.hls_to_rgb((hue + turn) % 1.0, middle, saturation))
+        if luminance((red, green, blue)) < luminance(color):
+            darker = middle
+        else:
+            lighter = middle
+    return red, green, blue

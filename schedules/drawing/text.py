@@ -8,8 +8,9 @@ from stagewright.schedules.drawing.cells import Cell, Part, Picture, picture_of
 from stagewright.schedules.instructions import Step
 from stagewright.schedules.timeline import Timeline
 
-# Where the shortest cell would be longer than this many ticks, a grid is drawn to scale instead.
-_MOST_TICKS: Final = 3
+# Where the shortest or the longest cell would take more ticks than these, a grid is drawn to scale instead.
+_MOST_TICKS_OF_SHORTEST: Final = 3
+_MOST_TICKS_OF_LONGEST: Final = 8
 # Characters that a cell of middling length gets at most where a grid is drawn to scale.
 _WIDEST: Final = 12
 
@@ -158,12 +159,14 @@ def _breaks(picture: Picture) -> list[set[Cell]]:
 
 
 def tick_of(picture: Picture) -> float | None:
-    """The tick of which all starts and ends are multiples, if the shortest cell is no more than a few ticks long."""
+    """The tick of which all starts and ends are multiples, if no cell takes too many of them."""
     cells = [cell for row in picture.rows for cell in row]
-    shortest = min((cell.end - cell.start for cell in cells), default=1.0)
+    durations = {cell.end - cell.start for cell in cells} or {1.0}
     times = {time for cell in cells for time in (cell.start, cell.end)}
-    for num_ticks in range(1, _MOST_TICKS + 1):
-        tick = shortest / num_ticks
+    for num_ticks in range(1, _MOST_TICKS_OF_SHORTEST + 1):
+        tick = min(durations) / num_ticks
+        if max(durations) > (_MOST_TICKS_OF_LONGEST + 0.5) * tick:
+            return None
         if all(abs(time / tick - round(time / tick)) < 1e-3 for time in times):
             return tick
     return None

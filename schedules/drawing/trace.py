@@ -55,7 +55,7 @@ def trace_text(timeline: Timeline, *, title: str = "", microseconds: float = 100
     records += _counters(timeline, clock)
     records.sort(key=_moment)
     head = {"displayTimeUnit": "ms", "otherData": {"title": title, "caption": " ".join(caption_of(timeline))}}
-    lines = ",\n".join(json.dumps(record, separators=(",", ":")) for record in records)
+    lines = ",\n".join(map(json.JSONEncoder(separators=(",", ":")).encode, records))
     return f'{json.dumps(head)[:-1]}, "traceEvents": [\n{lines}\n]}}\n'
 
 

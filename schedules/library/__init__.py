@@ -1,8 +1,12 @@
 """Every schedule of the literature, each as data; importing this package registers them all."""
 
 from stagewright.schedules.library.bfs import BreadthFirst
+from stagewright.schedules.library.chimera import Chimera
+from stagewright.schedules.library.dualpipe import DualPipe
+from stagewright.schedules.library.dualpipev import DualPipeV
 from stagewright.schedules.library.gis import GroupedInterleaved
 from stagewright.schedules.library.gpipe import GPipe
+from stagewright.schedules.library.hanayo import Hanayo
 from stagewright.schedules.library.interleaved import Interleaved
 from stagewright.schedules.library.interleaved_zb import InterleavedZeroBubble
 from stagewright.schedules.library.none import NoPipelining
@@ -15,9 +19,13 @@ from stagewright.schedules.library.zb_h2 import ZeroBubbleH2
 
 __all__ = [
     "BreadthFirst",
+    "Chimera",
     "DoubleBuffered",
+    "DualPipe",
+    "DualPipeV",
     "GPipe",
     "GroupedInterleaved",
+    "Hanayo",
     "Interleaved",
     "InterleavedZeroBubble",
     "NoPipelining",

@@ -21,7 +21,10 @@ class DualPipe(Schedule):
 
     ::
 
-        GRID
+        rank 0  F0 F1 F2 f4 i4 w4 f5 F3&b5 -- .. f6&B0 -- b6 -- .. f7&B1 -- b7 -- I2 W2 I3 W3
+        rank 1  .. F0 f4 F1 f5 F2 b4 -- f6&B0 -- F3&b5 -- f7&B1 -- b6 -- B2 -- .. i7 I3 w7 W3
+        rank 2  .. f4 F0 f5 F1 f6 B0 -- F2&b4 -- f7&B1 -- F3&b5 -- B2 -- b6 -- .. I3 i7 W3 w7
+        rank 3  f4 f5 f6 F0 I0 W0 F1 f7&B1 -- .. F2&b4 -- B2 -- .. F3&b5 -- B3 -- i6 w6 i7 w7
     """
 
     name: ClassVar[str] = "dualpipe"

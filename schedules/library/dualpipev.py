@@ -15,16 +15,19 @@ from stagewright.schedules.schedule import Order, Schedule
 @register
 @dataclass(frozen=True)
 class DualPipeV(Schedule):
-    """DualPipe with the two directions joined at one end to a V ("cut-in-half": Qi et al., "DualPipe could be better without the Dual", 2025).
+    """DualPipe cut in half: the two directions meet at the last rank and form a V (Qi et al. 2025).
 
     ::
 
-        GRID
-    """
+        rank 0  F0 F1 F2 F3 F4 F5 F6 f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 F7&b3 -- .. .. .. f4&B0 -- b4 -- .. f5&B1 -- b5 -- .. f6&B2 -- b6 -- .. f7&B3 -- b7 -- I4 W4 I5 W5 I6 W6 I7 W7
+        rank 1  .. F0 F1 F2 F3 F4 f0 F5 f1 i0 w0 f2 i1 w1 f3 F6&b2 -- .. .. f4&B0 -- F7&b3 -- f5&B1 -- b4 -- .. f6&B2 -- b5 -- .. f7&B3 -- b6 -- B4 -- .. i7 I5 w7 I6 W5 I7 W6 W7
+        rank 2  .. .. F0 F1 F2 f0 F3 f1 F4 f2 i0 w0 f3 F5&b1 -- .. f4&B0 -- F6&b2 -- f5&B1 -- F7&b3 -- f6&B2 -- b4 -- .. f7&B3 -- b5 -- B4 -- .. b6 -- I5 .. i7 I6 W5 I7 w7 W6 W7
+        rank 3  .. .. .. F0 f0 F1 f1 F2 f2 F3 f3 F4 b0 -- f4&B0 -- F5&b1 -- f5&B1 -- F6&b2 -- f6&B2 -- F7&b3 -- f7&B3 -- b4 -- B4 -- .. b5 -- B5 -- .. i6 I6 .. i7 I7 w6 W6 w7 W7
+    """  # noqa: E501
 
     name: ClassVar[str] = "dualpipev"
     aliases: ClassVar[tuple[str, ...]] = ("dualpipe-v",)
-    summary: ClassVar[str] = "dualpipe on a V: forward of one chunk beside backward of the other, one copy of the weights"
+    summary: ClassVar[str] = "forward of one chunk beside backward of the other, on a V; one copy of the weights"
 
     def check(self) -> None:
         """Refuse fewer microbatches than fill the V."""

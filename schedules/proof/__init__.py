@@ -2,11 +2,11 @@
 
 from typing import Final
 
-from stagewright.schedules.communication import communicates, insert_communication
 from stagewright.schedules.errors import ScheduleError
 from stagewright.schedules.program import Program
 from stagewright.schedules.proof.channels import check_channels
 from stagewright.schedules.proof.completeness import check_completeness
+from stagewright.schedules.proof.completion import complete
 from stagewright.schedules.proof.deadlock import Semantics, check_deadlock
 from stagewright.schedules.proof.gradients import check_gradients
 from stagewright.schedules.proof.ownership import check_ownership
@@ -17,7 +17,6 @@ from stagewright.schedules.proof.sharding import check_sharding
 from stagewright.schedules.proof.staleness import check_staleness
 from stagewright.schedules.proof.steps import check_steps
 from stagewright.schedules.proof.versions import check_versions
-from stagewright.schedules.updates import append_updates, has_updates
 
 SEMANTICS: Final[tuple[Semantics, ...]] = ("buffered", "rendezvous", "in_order")
 
@@ -56,20 +55,3 @@ def verify(program: Program, semantics: Semantics = "rendezvous") -> None:
     for rule in RULES:
         rule(program)
     check_deadlock(program, semantics)
-
-
-def complete(program: Program) -> Program:
-    """The program with the updates and the communication that an imported one leaves out.
-
-    Raises:
-        ScheduleError: its computations break a rule, so that no communication could be found for them.
-    """
-    if not has_updates(program):
-        program = append_updates(program)
-    if not communicates(program):
-        check_ownership(program)
-        check_completeness(program)
-        check_production(program, communicates=False)
-        check_deadlock(program, "buffered")
-        program = insert_communication(program)
-    return program

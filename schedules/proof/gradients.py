@@ -40,7 +40,7 @@ def _check_counts(program: Program, steps: dict[tuple[int, int], list[int]]) -> 
             if len(rows) > num_updates:
                 message = (
                     f"{at_row(program, rows[num_updates])} has no gradients to apply: {table.num_microbatches} "
-                    f"microbatches, {per_update} an update, make {num_updates} updates"
+                    f"microbatches, {per_update} an update, make {num_updates} update(s)"
                 )
                 raise refusal(program, "gradient missing", message, rows[num_updates])
             if len(rows) < num_updates:

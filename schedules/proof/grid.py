@@ -52,11 +52,12 @@ def grid_around(program: Program, rows: Sequence[int], missing: Missing | None =
                 lines.append(
                     (rank, _window(streams[rank], centre, {position for other, position in marked if other == rank}))
                 )
-    widths = [max(map(len, column)) for column in zip(*(cells for _, cells in lines))]
+    columns = [column for column in zip(*(cells for _, cells in lines)) if any(column)]
+    widths = [max(map(len, column)) for column in columns]
     margin = max((len(str(rank)) for rank, _ in lines), default=1)
     return "\n".join(
-        f"  rank {rank:>{margin}} | " + "  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip()
-        for rank, cells in lines
+        f"  rank {rank:>{margin}} | " + "  ".join(map(str.ljust, cells, widths)).rstrip()
+        for (rank, _), cells in zip(lines, zip(*columns))
     )
 
 

@@ -1,0 +1,171 @@
+"""How long it takes to create, verify and simulate every schedule, and how that grows with its size.
+
+`python -m stagewright.bench.schedules`. Beside it, in the same run, what torch takes to build and lower those of
+them that it has; it proves and simulates nothing. Times are CPU seconds of one core.
+"""
+
+import argparse
+import gc
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from math import inf, log
+from statistics import linear_regression
+from time import process_time
+from typing import Any, Final
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from stagewright.bench.torch_schedules import TORCH_NAMES, build_and_lower
+from stagewright.schedules import ScheduleError, create, find, names, simulate
+
+# The most that the largest shape may take, and by which power of the number of instructions the time may grow.
+MOST_SECONDS: Final = 2.0
+MOST_GROWTH: Final = 1.15
+# A measurement is repeated until it has taken so long, and the fastest counts.
+_LONG_ENOUGH: Final = 0.5
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """CPU seconds for one shape, and how many instructions it has; torch's seconds are None where not measured."""
+
+    num_ranks: int
+    num_instructions: int
+    seconds: float
+    torch_seconds: float | None = None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print the table."""
+    parsed = _parser().parse_args(arguments)
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    console = Console()
+    console.print(
+        f"create + verify + simulate, CPU seconds; M = 4P, V = {parsed.chunks} where one can choose", style="bold"
+    )
+    table = table_of(parsed.ranks)
+    for name in parsed.schedules or names():
+        try:
+            measurements = measure(name, sorted(parsed.ranks), parsed.chunks, parsed.torch_limit)
+        except ScheduleError as error:
+            console.print(f"{name}: {error}")
+            continue
+        table.add_row(*_cells(name, measurements))
+    console.width = max(console.width, 60 + 20 * len(parsed.ranks))
+    console.print(table)
+    console.print(
+        f"bar: at most {MOST_SECONDS:g} s for the largest shape, growing by at most the power {MOST_GROWTH:g} of the "
+        "number of instructions (! where it does not hold). torch: its own build and lowering, without proof or simulation, where it has the "
+        f"schedule; a shape that would take it more than {parsed.torch_limit:g} s is left out.",
+        style="dim",
+        highlight=False,
+    )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m stagewright.bench.schedules", description=__doc__)
+    parser.add_argument("schedules", nargs="*", metavar="SCHEDULE", help="which to measure (default all)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 64], metavar="P", help="default 8 32 64")
+    parser.add_argument("--chunks", type=int, default=2, metavar="V", help="stages a rank (default 2)")
+    parser.add_argument(
+        "--torch-limit", type=float, default=15.0, metavar="S", help="seconds for torch's part, 0 for none (default 15)"
+    )
+    return parser
+
+
+def measure(name: str, ranks: Sequence[int], num_chunks: int, torch_limit: float = 0.0) -> list[Measurement]:
+    """Measure one schedule at rising numbers of ranks, with four microbatches a rank.
+
+    Raises:
+        ScheduleError: it does not serve one of these shapes.
+    """
+    measurements: list[Measurement] = []
+    for num_ranks in ranks:
+        num_instructions, seconds = _fastest(run, name, num_ranks, num_chunks, 4 * num_ranks)
+        torch_seconds = None
+        if name in TORCH_NAMES and _expected(measurements, num_ranks) < torch_limit:
+            _, torch_seconds = _fastest(build_and_lower, name, num_ranks, num_chunks, 4 * num_ranks)
+        measurements.append(Measurement(num_ranks, num_instructions, seconds, torch_seconds))
+    return measurements
+
+
+def run(name: str, num_ranks: int, num_chunks: int, num_microbatches: int) -> int:
+    """Create, verify and simulate a schedule, as one does to look at it; returns its number of instructions."""
+    takes_chunks = any(field.name == "num_chunks" for field in fields(find(name)))
+    options = {"num_chunks": num_chunks} if takes_chunks else {}
+    schedule = create(name, num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
+    program = schedule.program()  # verified
+    timeline = simulate(program)
+    assert timeline.makespan > 0
+    assert max(timeline.peak_stash) > 0
+    return sum(map(len, program.streams))
+
+
+def growth(measurements: Sequence[Measurement]) -> float:
+    """The power of the number of instructions by which the time grows: the slope through all shapes, in logarithms."""
+    sizes = [log(measurement.num_instructions) for measurement in measurements]
+    return linear_regression(sizes, [log(measurement.seconds) for measurement in measurements]).slope
+
+
+def _fastest(work: Callable[[str, int, int, int], int], *shape: Any) -> tuple[int, float]:
+    """What a function returns, and the fastest of some calls."""
+    spent, fastest, result = 0.0, inf, 0
+    while spent < _LONG_ENOUGH:
+        gc.collect()
+        start = process_time()
+        result = work(*shape)
+        seconds = process_time() - start
+        spent, fastest = spent + seconds, min(fastest, seconds)
+    return result, fastest
+
+
+def _expected(measurements: Sequence[Measurement], num_ranks: int) -> float:
+    """What torch will take, going by the cube of the ranks; at once where it was left out before."""
+    if not measurements:
+        return 0.0
+    last = measurements[-1]
+    return inf if last.torch_seconds is None else last.torch_seconds * (num_ranks / last.num_ranks) ** 3
+
+
+def table_of(ranks: Sequence[int]) -> Table:
+    """The empty table."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("schedule", no_wrap=True)
+    table.add_column("instructions", justify="right")
+    for num_ranks in ranks:
+        table.add_column(f"P={num_ranks}", justify="right")
+    table.add_column("growth", justify="right")
+    for num_ranks in ranks:
+        table.add_column(f"torch P={num_ranks}", justify="right")
+    return table
+
+
+def _cells(name: str, measurements: Sequence[Measurement]) -> list[str | Text]:
+    slope = growth(measurements) if len(measurements) > 1 else 0.0
+    *smaller, largest = (_seconds(measurement.seconds) for measurement in measurements)
+    return [
+        name,
+        f"{measurements[-1].num_instructions:,}",
+        *smaller,
+        _barred(largest, measurements[-1].seconds <= MOST_SECONDS),
+        _barred(f"{slope:.2f}" if slope else "", slope <= MOST_GROWTH),
+        *("" if row.torch_seconds is None else _seconds(row.torch_seconds) for row in measurements),
+    ]
+
+
+def _barred(text: str, holds: bool) -> Text:
+    return Text(text, style="bold") if holds else Text(f"{text} !", style="bold red")
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.4f}" if seconds < 0.1 else f"{seconds:.2f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

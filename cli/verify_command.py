@@ -1,0 +1,191 @@
+"""`stagewright verify`: is a program from a file right, and if so, how good is it."""
+
+import argparse
+import shutil
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from stagewright.schedules import Placement, Program, ScheduleError, UpdateRule, simulate, verify
+from stagewright.schedules.placement import bidirectional, linear, looped, waves
+from stagewright.schedules.proof import SEMANTICS
+from stagewright.schedules.proof.completion import complete
+
+# Far above any real program: 32 MiB are some five million instructions.
+MAX_BYTES: Final = 32 * 2**20
+MAX_RANKS: Final = 4096
+PLACEMENTS: Final = ("linear", "loop", "v", "wave", "bidirectional")
+
+EXIT_ILLEGAL: Final = 1
+EXIT_WRONG_INPUT: Final = 2
+
+EXAMPLES: Final = """\
+examples:
+  stagewright verify schedule.csv
+  stagewright verify schedule.csv --placement v --semantics buffered
+  stagewright show zbv --ranks 4 --microbatches 8 --format csv | stagewright verify -
+  stagewright show 2bw --ranks 4 --microbatches 8 -o 2bw.csv
+  stagewright verify 2bw.csv --microbatches 8 --versions 2 --staleness 1
+
+A file has one line a rank and one cell an instruction, as torch.distributed.pipelining writes it (compute_only or
+compute_comms): 2F5 is the forward of microbatch 5 on stage 2, 2B5 its backward, 2I5 and 2W5 its halves, 2SEND_F5,
+2RECV_F5, 2SEND_B5, 2RECV_B5, (2F5;3B1)OVERLAP_F_B, 2UNSHARD, 2RESHARD, 2REDUCE_GRAD; empty cells are idle. Ours are
+2F5@1 (on weight version 1) and 2STEP@1. Sends, receives and updates that the file leaves out are added first.
+
+The exit code is 0 where the program is legal, 1 where it is not, 2 where there is nothing to prove.
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the `verify` command."""
+    parser = subparsers.add_parser(
+        "verify",
+        help="prove that a program in a CSV file is right, or say what is wrong",
+        description="Prove that a program in a CSV file is legal: nothing missing, nothing too early, no deadlock.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", metavar="FILE", help="a program; - reads it from standard input")
+    parser.add_argument(
+        "--semantics",
+        type=lambda name: name.replace("-", "_"),
+        choices=SEMANTICS,
+        default="rendezvous",
+        help="sends that never wait, that wait for their receive (default), or streams as on NCCL",
+    )
+    shape = parser.add_argument_group("shape", "read off the file where left out")
+    shape.add_argument("--placement", choices=PLACEMENTS, help="which rank owns which stage")
+    shape.add_argument("--chunks", type=count, metavar="V", help="stages that each rank owns")
+    shape.add_argument("--microbatches", type=count, metavar="M", help="microbatches of one batch")
+    updates = parser.add_argument_group("updates", "by default one a batch, on weights that are never old")
+    updates.add_argument("--update-every", type=count, metavar="U", help="microbatches of one update (default M)")
+    updates.add_argument("--versions", type=count, default=1, metavar="K", help="weight versions kept (default 1)")
+    updates.add_argument(
+        "--staleness", type=whole, default=0, metavar="D", help="updates a gradient may lag (default 0)"
+    )
+    updates.add_argument(
+        "--gradient-buffers", type=count, default=1, metavar="G", help="gradient sums kept a stage (default 1)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prove the program in a file: 0 with a summary, 1 with the reason, 2 where it cannot be read."""
+    try:
+        text = read(arguments.file)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"stagewright verify: {error}\n")
+        return EXIT_WRONG_INPUT
+    try:
+        program = program_of(text, arguments)
+        verify(program, arguments.semantics)
+        sys.stdout.write(summary(program, arguments.file, arguments.semantics))
+    except ScheduleError as error:
+        sys.stderr.write(f"{arguments.file}: {error}\n")
+        return EXIT_ILLEGAL
+    return 0
+
+
+def read(file: str) -> str:
+    """The text of a file, of a size that a program can have.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no text, or too large.
+    """
+    if file == "-":
+        data = sys.stdin.buffer.read(MAX_BYTES + 1)
+    else:
+        with Path(file).open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{file} has more than {MAX_BYTES} bytes: too large for a program")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8: {error.reason} at byte {error.start}") from error
+    if (num_lines := text.count("\n")) > MAX_RANKS:
+        raise ValueError(f"{file} has {num_lines} lines: too many for a program, at most {MAX_RANKS} ranks")
+    return text
+
+
+def program_of(text: str, arguments: argparse.Namespace) -> Program:
+    """The program in a text, on the placement and under the update rule that the flags say.
+
+    Raises:
+        ScheduleError: the text is no program, or not one of that shape.
+    """
+    program = Program.from_csv(text, num_microbatches=arguments.microbatches)
+    if arguments.placement is not None:
+        program = replace(program, placement=_placement(arguments.placement, program))
+    if arguments.chunks is not None and program.placement.num_chunks != arguments.chunks:
+        raise ScheduleError(
+            f"a rank owns {program.placement.num_chunks} stage(s) here, not --chunks {arguments.chunks}"
+        )
+    rule = UpdateRule(
+        arguments.update_every or program.num_microbatches,
+        (arguments.versions,) * program.num_ranks,
+        arguments.staleness,
+        arguments.gradient_buffers,
+    )
+    return replace(program, update_rule=rule)
+
+
+def _placement(name: str, program: Program) -> Placement:
+    """A placement by name for as many ranks and stages as the program has."""
+    num_ranks, num_stages = program.num_ranks, program.num_stages
+    num_chunks = -(-num_stages // num_ranks)
+    match name:
+        case "linear":
+            placement = linear(num_ranks)
+        case "loop":
+            placement = looped(num_ranks, num_chunks)
+        case "v":
+            placement = waves(num_ranks)
+        case "wave":
+            placement = waves(num_ranks, -(-num_chunks // 2))
+        case _:
+            route = tuple(range(num_ranks))
+            placement = bidirectional((route, route[::-1]), program.num_microbatches)
+    if placement.num_stages != num_stages:
+        raise ScheduleError(
+            f"{name} on {num_ranks} ranks has {placement.num_stages} stages, but here are {num_stages}", "placement"
+        )
+    return placement
+
+
+def summary(program: Program, file: str, semantics: str) -> str:
+    """One paragraph: the program's shape, and how long it takes at the default costs."""
+    completed = complete(program)
+    timeline = simulate(completed)
+    batches = "" if program.num_batches == 1 else f" in each of {program.num_batches} batches"
+    num_added = _length(completed) - _length(program)
+    added = f" ({num_added} of them sends, receives and updates that the file leaves out)" if num_added else ""
+    text = (
+        f"{file} is legal under {semantics.replace('_', '-')} sends: {program.num_ranks} ranks, {program.num_stages} "
+        f"stages, {program.num_microbatches} microbatches{batches}, {_length(completed)} instructions{added}. With F = I "
+        f"= W = 1 and B = 2 its makespan is {timeline.makespan:g}, where {timeline.ideal:g} is ideal: a bubble fraction "
+        f"of {timeline.bubble_fraction:.4f} (idle / (P x makespan)), a bubble overhead of "
+        f"{timeline.bubble_overhead:.4f} ((makespan - ideal) / ideal). A rank stashes at most "
+        f"{max(timeline.peak_stash)} microbatches of one stage."
+    )
+    return textwrap.fill(text, width=min(shutil.get_terminal_size((100, 24)).columns, 100)) + "\n"
+
+
+def _length(program: Program) -> int:
+    return sum(map(len, program.streams))
+
+
+def count(text: str) -> int:
+    """Read a whole number from 1 up."""
+    if (number := whole(text)) >= 1:
+        return number
+    raise argparse.ArgumentTypeError(f"a whole number from 1 up is needed: got {text!r}")
+
+
+def whole(text: str) -> int:
+    """Read a whole number from 0 up, of up to nine digits."""
+    if text.isascii() and text.isdigit() and len(text) <= 9:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"a whole number is needed: got {text!r}")
