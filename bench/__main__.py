@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run each bench with its defaults; the exit code is the first that is not 0."""
     parser = argparse.ArgumentParser(
         prog="python -m stagewright.bench",
-        description="Run benches with their defaults; `python -m stagewright.bench.NAME --help` tells what one of them takes.",
+        description="Run benches with their defaults; python -m stagewright.bench.NAME takes more arguments.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHES)} (default all)")
     names = parser.parse_args(arguments).names

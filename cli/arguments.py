@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import NoReturn
 
-from stagewright.cli import show_command
+from stagewright.cli import show_command, verify_command
 from stagewright.cli.settings import TrainSettings
 from stagewright.schedules import ScheduleError, add_arguments, from_arguments
 
@@ -28,6 +28,7 @@ examples:
   stagewright train --data ~/notes --layers 6 --hidden 192 --lr 1e-3
   stagewright train --global-batch-size 32 --micro-batch-size 4        the Megatron way to say --microbatches 8
   stagewright train --quiet --metrics run.jsonl            the table alone, and one JSON object a step
+  stagewright train --sample "def " "class "               at the end, what the model writes after these prompts
 
   torchrun --nproc-per-node 2 -m stagewright.cli train     the ranks that torchrun starts, here 2 on this machine
 
@@ -61,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("list", help="name the schedules, one line each", description="Name the schedules.")
     show_command.add_parser(commands)
+    verify_command.add_parser(commands)
     _add_train(
         commands.add_parser(
             "train",
@@ -97,6 +99,16 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     learning.add_argument("--seed", type=int, metavar="N", help="of weights, text order, dropout (default %(default)s)")
     output = parser.add_argument_group("output")
     output.add_argument("--metrics", type=Path, metavar="FILE", help="write one JSON object a step to this file")
+    output.add_argument(
+        "--sample", type=prompt, nargs="+", metavar="TEXT", help="let the trained model continue these texts"
+    )
+    output.add_argument("--sample-bytes", type=count, metavar="N", help="how far, in bytes (default %(default)s)")
+    output.add_argument(
+        "--temperature",
+        type=temperature,
+        metavar="T",
+        help="1 samples as the model predicts, 0 takes the likeliest byte (default %(default)s)",
+    )
     output.add_argument("--quiet", action="store_true", help="print the closing table alone")
     # --batch-size keeps None for "not given", so that --global-batch-size can stand in for it.
     defaults = {field.name: field.default for field in fields(TrainSettings) if field.default is not MISSING}
@@ -121,6 +133,7 @@ def train_settings(arguments: argparse.Namespace) -> TrainSettings:
     if arguments.micro_batch_size is not None:
         arguments.global_batch_size = arguments.batch_size
     arguments.schedule = from_arguments(arguments)
+    arguments.sample = tuple(arguments.sample)
     return TrainSettings(**{field.name: getattr(arguments, field.name) for field in fields(TrainSettings)})
 
 
@@ -150,3 +163,21 @@ def duration(text: str) -> float:
     if 0.0 < value < float("inf"):
         return value
     raise argparse.ArgumentTypeError(f"a number above 0 is needed: got {text!r}")
+
+
+def temperature(text: str) -> float:
+    """Read a number from 0 up."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if 0.0 <= value < float("inf"):
+        return value
+    raise argparse.ArgumentTypeError(f"a number from 0 up is needed: got {text!r}")
+
+
+def prompt(text: str) -> str:
+    """Read a text of one byte or more: the model knows only how to go on."""
+    if text:
+        return text
+    raise argparse.ArgumentTypeError("a text with at least one byte is needed: got ''")

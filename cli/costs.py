@@ -15,9 +15,11 @@ _LETTERS: Final = {
     "F&B": "overlapped",
 }
 
+_OTHERS: Final = sorted({field.name for field in fields(Costs)} - {*_LETTERS.values()})
+
 COSTS_HELP: Final = (
-    "what each kind of instruction takes, such as F=1,I=1.3,W=0.7,send=0.05 or F=1:1:1:2,B=2 with one number a stage "
-    f"(known: {', '.join(_LETTERS)}, {', '.join(field.name for field in fields(Costs))}; default F=1,I=1,W=1,send=0)"
+    "what each kind of instruction takes, such as F=1,I=1.3,W=0.7,send=0.05 or (one a stage) F=1:1:1:2,B=2; "
+    f"kinds are {', '.join(_LETTERS)} and {', '.join(_OTHERS)} (default F=1,I=1,W=1,send=0)"
 )
 
 

@@ -19,7 +19,10 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What the whole run did. Losses are in nats per byte, unless they are called bits."""
+    """What the whole run did. Losses are in nats per byte, unless they are called bits.
+
+    `continuations` are what the model wrote after each prompt.
+    """
 
     first_loss: float
     last_loss: float
@@ -27,6 +30,7 @@ class TrainResult:
     unigram_bits: float
     tokens_per_second: float
     bubble: Bubble
+    continuations: tuple[bytes, ...] = ()
 
     @property
     def validation_bits(self) -> float:

@@ -9,6 +9,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from stagewright.cli.metrics import Listener, StepMetrics, TrainResult
 from stagewright.cli.settings import TrainSettings
@@ -155,8 +156,31 @@ def closing_table(settings: TrainSettings, result: TrainResult) -> Table:
     table.add_row("validation loss", f"{result.validation_bits:.4f}", "bits per byte")
     table.add_row("unigram byte model", f"{result.unigram_bits:.4f}", "bits per byte, on the same files")
     table.add_row("speed", f"{result.tokens_per_second:.0f}", "tokens/s")
+    table.add_row("bubble fraction", "", bubble.denominator)
     if bubble.formula is not None:
-        table.add_row("bubble, formula", f"{bubble.formula:.4f}", f"{bubble.denominator}, idle = {bubble.formula_text}")
+        table.add_row("bubble, formula", f"{bubble.formula:.4f}", f"idle = {bubble.formula_text}")
     table.add_row("bubble, simulated", f"{bubble.simulated:.4f}", "from the measured mean durations")
-    table.add_row("bubble, measured", f"{bubble.measured:.4f}", f"{bubble.denominator}, median of steps")
+    table.add_row("bubble, measured", f"{bubble.measured:.4f}", "median of the last steps")
     return table
+
+
+def print_result(settings: TrainSettings, result: TrainResult, console: Console) -> None:
+    """Print the closing table, and below it each prompt with what the model wrote after it."""
+    console.print(closing_table(settings, result))
+    for prompt, continuation in zip(settings.sample, result.continuations):
+        given = readable(prompt.encode("utf-8", "surrogateescape"), console.encoding)
+        # A Text, unlike a string, keeps what looks like markup or an :emoji: as it is.
+        console.print(Text.assemble("\n", (given, "bold"), readable(continuation, console.encoding)), soft_wrap=True)
+
+
+def readable(text: bytes, encoding: str) -> str:
+    """The text as a terminal may show it: a replacement character for what is not UTF-8, and for control characters.
+
+    What the terminal's encoding lacks becomes a question mark.
+    """
+    decoded = text.decode("utf-8", "replace").replace("\r\n", "\n")
+    shown = "".join(
+        character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for character in decoded
+    )
+    return shown.encode(encoding, "replace").decode(encoding)

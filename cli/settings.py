@@ -21,6 +21,9 @@ class TrainSettings:
     steps: int = 400
     lr: float = 1e-3
     seed: int = 0
+    sample: tuple[str, ...] = ()
+    sample_bytes: int = 200
+    temperature: float = 0.8
     metrics: Path | None = None
     quiet: bool = False
 

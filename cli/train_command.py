@@ -8,7 +8,7 @@ from stagewright.cli.arguments import is_first_rank, torchrun_num_ranks
 from stagewright.cli.batches import Batches
 from stagewright.cli.corpus import Corpus, load_corpus
 from stagewright.cli.metrics import TrainResult
-from stagewright.cli.report import Silence, closing_table, open_metrics, open_report
+from stagewright.cli.report import Silence, open_metrics, open_report, print_result
 from stagewright.cli.settings import TrainSettings
 from stagewright.cli.trainer import gpt_config, train
 from stagewright.engine import RankContext, from_environment, launch_local
@@ -52,7 +52,7 @@ def run_local(settings: TrainSettings, corpus: Corpus, console: Console) -> None
     """Train on processes of this machine, one a rank."""
     introduce(settings, corpus, console)
     results = launch_local(partial(train_rank, settings), num_ranks=settings.schedule.num_ranks)
-    console.print(closing_table(settings, results[0]))
+    print_result(settings, results[0], console)
 
 
 def run_under_torchrun(settings: TrainSettings, corpus: Corpus, console: Console) -> None:
@@ -63,7 +63,7 @@ def run_under_torchrun(settings: TrainSettings, corpus: Corpus, console: Console
             introduce(settings, corpus, console)
         result = train_rank(settings, context)
     if context.rank == 0:
-        console.print(closing_table(settings, result))
+        print_result(settings, result, console)
 
 
 def train_rank(settings: TrainSettings, context: RankContext) -> TrainResult:

@@ -14,6 +14,7 @@ from stagewright.cli.batches import Batches
 from stagewright.cli.bubble import compare_bubble
 from stagewright.cli.corpus import Corpus, unigram_bits_per_byte
 from stagewright.cli.metrics import Listener, StepMetrics, TrainResult
+from stagewright.cli.sample import continue_prompts
 from stagewright.cli.settings import TrainSettings
 from stagewright.engine import Pipeline, RankContext
 from stagewright.models import GPTConfig, build_gpt_stage, token_loss
@@ -57,6 +58,7 @@ def train(context: RankContext, settings: TrainSettings, corpus: Corpus, listene
             unigram_bits=unigram_bits_per_byte(corpus.train, corpus.validation),
             tokens_per_second=settings.tokens_per_step / fmean(metrics.step_seconds for metrics in later),
             bubble=compare_bubble(schedule, timelines),
+            continuations=sample(pipe, context, settings),
         )
     listener.run_done(result)
     return result
@@ -78,6 +80,19 @@ def validate(pipe: Pipeline, settings: TrainSettings, corpus: Corpus) -> float:
     batches = Batches(corpus.validation, settings.sequence, settings.batch_size, seed=0)
     num_batches = min(NUM_VALIDATION_BATCHES, math.ceil(batches.num_windows / settings.batch_size))
     return fmean(shared(pipe.eval_step(*batches.batch(step))) for step in range(num_batches))
+
+
+def sample(pipe: Pipeline, context: RankContext, settings: TrainSettings) -> tuple[bytes, ...]:
+    """What the model writes after the prompts of the settings, if there are any."""
+    return continue_prompts(
+        pipe,
+        context,
+        [prompt.encode("utf-8", "surrogateescape") for prompt in settings.sample],
+        settings.sample_bytes,
+        sequence=settings.sequence,
+        temperature=settings.temperature,
+        seed=settings.seed,
+    )
 
 
 def first_measured_step(num_steps: int) -> int:

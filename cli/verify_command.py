@@ -164,9 +164,9 @@ def summary(program: Program, file: str, semantics: str) -> str:
     added = f" ({num_added} of them sends, receives and updates that the file leaves out)" if num_added else ""
     text = (
         f"{file} is legal under {semantics.replace('_', '-')} sends: {program.num_ranks} ranks, {program.num_stages} "
-        f"stages, {program.num_microbatches} microbatches{batches}, {_length(completed)} instructions{added}. With F = I "
-        f"= W = 1 and B = 2 its makespan is {timeline.makespan:g}, where {timeline.ideal:g} is ideal: a bubble fraction "
-        f"of {timeline.bubble_fraction:.4f} (idle / (P x makespan)), a bubble overhead of "
+        f"stages, {program.num_microbatches} microbatches{batches}, {_length(completed)} instructions{added}. "
+        f"With F = I = W = 1 and B = 2 its makespan is {timeline.makespan:g}, where {timeline.ideal:g} is ideal: a "
+        f"bubble fraction of {timeline.bubble_fraction:.4f} (idle / (P x makespan)), a bubble overhead of "
         f"{timeline.bubble_overhead:.4f} ((makespan - ideal) / ideal). A rank stashes at most "
         f"{max(timeline.peak_stash)} microbatches of one stage."
     )

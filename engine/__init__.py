@@ -1,8 +1,9 @@
 """The engine: runs a schedule's program for real, one executor a rank."""
 
+from stagewright.engine.batch import PerMicrobatch
 from stagewright.engine.context import RankContext, from_environment, under_torchrun
 from stagewright.engine.errors import PeerError
 from stagewright.engine.launch import RankError, launch_local
 from stagewright.engine.pipeline import Pipeline
 
-__all__ = ["PeerError", "Pipeline", "RankContext", "RankError", "from_environment", "launch_local", "under_torchrun"]
+__all__ = ["PeerError", "PerMicrobatch", "Pipeline", "RankContext", "RankError", "from_environment", "launch_local", "under_torchrun"]

@@ -1,47 +1,45 @@
-"""Deferral: the weight gradients of linear operations, put off from the input gradient to a later moment.
+"""Deferral: the weight gradients of a stage's operations, put off from the input gradient to a later moment.
 
-Under split backward a stage runs inside a ``Deferring`` context. It puts in the place of each linear operation on
-a parameter one whose backward computes only the input gradient, and notes the operation's input and output
+Under split backward a stage runs inside a ``Deferring`` context. It puts in the place of each operation of the table
+in ``operations`` one whose backward computes only the input gradient, and notes the operation's input and output
 gradient; ``Deferred.finish`` makes the weight gradients of them. Nothing else of the graph outlives the input
-gradient, and no forward runs twice. Whatever is no plain linear operation gets its weight gradient at once.
+gradient, and no forward runs twice. What is in no table, or has hooks on its weight, gets its weight gradient at once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-_LINEAR: Final = torch._C._nn.linear
-_ADDMM: Final = torch.addmm
+from stagewright.engine.operations import OPERATIONS, Operation
 
 
 @dataclass(slots=True)
-class _Linear:
-    """One linear operation between its input gradient and its weight gradient."""
+class _Pending:
+    """One operation between its input gradient and its weight gradient."""
 
+    operation: Operation
     weight: nn.Parameter
     bias: nn.Parameter | None
     x: Tensor
     dy: Tensor
-    transposed: bool
 
     def finish(self) -> None:
         """weight.grad += dw; bias.grad += db."""
-        dy, x = self.dy.reshape(-1, self.dy.shape[-1]), self.x.reshape(-1, self.x.shape[-1])
-        left, right = (x.t(), dy) if self.transposed else (dy.t(), x)
-        if self.weight.requires_grad:
-            if self.weight.grad is None:
-                self.weight.grad = (left @ right).to(self.weight.dtype)
-            elif self.weight.grad.dtype == left.dtype:
-                self.weight.grad.addmm_(left, right)
+        weight, bias = self.weight, self.bias
+        if weight.requires_grad:
+            if weight.grad is None:
+                weight.grad = self.operation.weight_gradient(self.dy, self.x, weight).to(weight.dtype)
             else:
-                self.weight.grad += left @ right
-        if self.bias is not None and self.bias.requires_grad:
-            db = dy.sum(0).to(self.bias.dtype)
-            self.bias.grad = db if self.bias.grad is None else self.bias.grad.add_(db)
+                self.operation.add_weight_gradient(weight.grad, self.dy, self.x, weight)
+        if bias is not None and bias.requires_grad:
+            db = self.operation.bias_gradient(self.dy).to(bias.dtype)
+            bias.grad = db if bias.grad is None else bias.grad.add_(db)
 
 
 class Deferred:
@@ -52,38 +50,47 @@ class Deferred:
     """
 
     def __init__(self) -> None:
-        self.collecting = False
-        self._operations: list[_Linear] = []
+        self._collecting = False
+        self._pending: list[_Pending] = []
 
-    def add(self, operation: _Linear) -> None:
-        """Put off one operation."""
-        self._operations.append(operation)
+    def add(self, operation: Operation, weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, dy: Tensor) -> None:
+        """Put off one operation; of x only the numbers are kept, not the graph that it came from."""
+        self._pending.append(_Pending(operation, weight, bias, x.detach(), dy))
+
+    def takes(self, accumulator: Any) -> bool:
+        """Whether the gradient that is being computed goes where ``accumulator`` adds up a parameter's gradient.
+
+        It does in the stage's own backward, and not where that runs user code which asks ``torch.autograd.grad``.
+        """
+        if not self._collecting or torch.is_grad_enabled():
+            return False
+        try:
+            return torch._C._will_engine_execute_node(accumulator)
+        except RuntimeError:  # torch.autograd.grad wants the gradient of this very parameter
+            return False
 
     def __enter__(self) -> "Deferred":
-        self.collecting = True
+        self._collecting = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.collecting = False
+        self._collecting = False
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Make all weight gradients, in the order in which backward reached them."""
-        for operation in self._operations:
-            operation.finish()
-        self._operations.clear()
+        for pending in self._pending:
+            pending.finish()
+        self._pending.clear()
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes that are held for what is still to come; a tensor that two operations share counts once."""
-        held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in self._tensors()}
-        return sum(held.values())
-
-    def _tensors(self) -> list[Tensor]:
-        return [tensor for operation in self._operations for tensor in (operation.x, operation.dy)]
+    def tensors(self) -> list[Tensor]:
+        """What is held for the gradients that are still to come."""
+        return [tensor for pending in self._pending for tensor in (pending.x, pending.dy)]
 
 
 class Deferring(TorchFunctionMode):
-    """Context in which linear operations on parameters put off their weight gradient.
+    """Context in which operations on parameters put off their weight gradient.
 
     Args:
         deferred: where they are noted.
@@ -101,29 +108,26 @@ class Deferring(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _LINEAR:
-            x, weight, bias = _linear_arguments(*args, **kwargs)
-            if _can_defer(weight, bias):
-                return _DeferredLinear.apply(x, weight, bias, False, self._deferred)  # type: ignore[no-untyped-call]
-        elif func is _ADDMM and not kwargs and len(args) == 3:  # x @ w + b with the weight untransposed
-            bias, x, weight = args
-            if _can_defer(weight, bias) and bias.ndim == 1:
-                return _DeferredLinear.apply(x, weight, bias, True, self._deferred)  # type: ignore[no-untyped-call]
+        read = OPERATIONS.get(func)
+        if read is not None and "out" not in kwargs:
+            call = read(*args, **kwargs)
+            if call is not None and _can_defer(*call[1:]):
+                return _DeferredOperation.apply(*call, self._deferred)  # type: ignore[no-untyped-call]
+        elif func is _ATTENTION:
+            with self:
+                return _ATTENTION_INSIDE(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _linear_arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
-    return input, weight, bias
-
-
-def _can_defer(weight: Any, bias: Any) -> bool:
+def _can_defer(x: Any, weight: Any, bias: Any) -> bool:
     """Whether these are plain parameters on which nobody waits to hear of a gradient."""
     return (
         torch.is_grad_enabled()
         and _is_plain(weight)
-        and weight.ndim == 2
         and (bias is None or _is_plain(bias))
         and (weight.requires_grad or (bias is not None and bias.requires_grad))
+        and type(x) in (Tensor, nn.Parameter)
+        and torch._C._functorch.peek_interpreter_stack() is None  # vmap and the like differentiate by themselves
     )
 
 
@@ -135,33 +139,50 @@ def _is_plain(weight: Any) -> bool:
     )
 
 
-class _DeferredLinear(torch.autograd.Function):
+class _DeferredOperation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool, deferred: Deferred
+        ctx: Any, operation: Operation, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, deferred: Deferred
     ) -> Tensor:
-        device = x.device.type
-        saved = x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
-        ctx.deferred, ctx.transposed, ctx.dtype = deferred, transposed, x.dtype
-        ctx.save_for_backward(saved, weight, bias)
-        if transposed:
-            assert bias is not None
-            return torch.addmm(bias, x, weight)
-        return nn.functional.linear(x, weight, bias)
+        y = operation.forward(x, weight, bias)
+        # Autocast computes, and keeps for its backward, in another type than that of x.
+        saved = x.to(y.dtype) if x.is_floating_point() else x
+        ctx.operation, ctx.deferred, ctx.dtype = operation, deferred, x.dtype
+        # The parameters themselves are kept beside what is saved: a checkpoint gives copies back, without their .grad.
+        ctx.parameters = weight, bias
+        ctx.save_for_backward(saved, weight)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x, weight, bias = ctx.saved_tensors
-        kernel = weight.to(dy.dtype)
-        dx = (dy @ (kernel.t() if ctx.transposed else kernel)).to(ctx.dtype) if ctx.needs_input_grad[0] else None
-        deferred: Deferred = ctx.deferred
-        if deferred.collecting and not torch.is_grad_enabled():
-            deferred.add(_Linear(weight, bias, x, dy, ctx.transposed))
-            return dx, None, None, None, None
-        rows_of_dy, rows_of_x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-        dw = db = None
-        if ctx.needs_input_grad[1]:
-            dw = (rows_of_x.t() @ rows_of_dy if ctx.transposed else rows_of_dy.t() @ rows_of_x).to(weight.dtype)
-        if bias is not None and ctx.needs_input_grad[2]:
-            db = rows_of_dy.sum(0).to(bias.dtype)
-        return dx, dw, db, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None, None]:
+        x, kernel = ctx.saved_tensors
+        operation: Operation = ctx.operation
+        weight, bias = ctx.parameters
+        kernel = kernel.to(dy.dtype)
+        _, wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        dx = operation.input_gradient(dy, x, kernel).to(ctx.dtype) if wants_x else None
+        # Behind x, weight and bias, where they want a gradient: the last of the three adds up that of a parameter.
+        accumulator = next(node for node, _ in reversed(ctx.next_functions) if node is not None)
+        if ctx.deferred.takes(accumulator):
+            ctx.deferred.add(operation, weight, bias, x, dy)
+            return None, dx, None, None, None
+        dw = operation.weight_gradient(dy, x, kernel).to(weight.dtype) if wants_weight else None
+        db = operation.bias_gradient(dy).to(bias.dtype) if wants_bias else None
+        return None, dx, dw, db, None
+
+
+def _without_guard(function: Any) -> Callable[..., Any]:
+    """The same function for calls inside a mode.
+
+    What torch has written in Python asks first whether there is a mode, and hands itself to it whole; so the mode would
+    never see the operations inside. This copy never asks.
+    """
+    return FunctionType(function.__code__, {**function.__globals__, "has_torch_function": _never}, function.__name__)
+
+
+def _never(_: object) -> bool:
+    return False
+
+
+_ATTENTION: Final = functional.multi_head_attention_forward
+_ATTENTION_INSIDE: Final = _without_guard(_ATTENTION)

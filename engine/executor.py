@@ -6,7 +6,6 @@ SEND takes it; ``_backward``, or ``_input_gradient`` and ``_weight_gradient``, d
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from time import perf_counter
 from typing import Any, assert_never
@@ -104,7 +103,7 @@ class Executor:
         self._replicas.begin()
         times = run.times
         try:
-            with nullcontext() if run.train else torch.no_grad():
+            with torch.set_grad_enabled(run.train):
                 for action in self._actions:
                     self._started = perf_counter()
                     action()
@@ -161,7 +160,9 @@ class Executor:
                 return partial(self._replicas.start, stage)
             case ins.Step(stage):
                 return partial(self._step, stage)
-            case ins.Unshard() | ins.Reshard() | ins.ReduceTied() | ins.SyncScalars():
+            case ins.Unshard() | ins.Reshard():
+                return _nothing  # every rank holds its stages whole
+            case ins.ReduceTied() | ins.SyncScalars():
                 raise NotImplementedError(f"the engine does not run {instruction} yet")
             case _:
                 assert_never(instruction)
@@ -172,7 +173,7 @@ class Executor:
         if index:
             received = self._mail.take((True, index, microbatch))
         else:
-            received = _without_gradient(pack(run.inputs[microbatch], "the input"))
+            received = _without_gradient(pack(run.inputs[microbatch], "the batch", "x"))
         self._started = perf_counter()
         with self._transport.baton, self._seeds:
             output = stage.forward(microbatch, run.step, received, run.keywords[microbatch], num_left)
@@ -226,6 +227,10 @@ class Executor:
     def _pass_back(self, stage: Stage, microbatch: int, dx: Gradients) -> None:
         if stage.index:
             self._mail.put((False, stage.index - 1, microbatch), gradients_as_value(dx))
+
+
+def _nothing() -> None:
+    """Nothing is to be done."""
 
 
 def _without_gradient(packed: Packed) -> Packed:

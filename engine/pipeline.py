@@ -145,7 +145,7 @@ class Pipeline:
             num_microbatches: any number; the schedule's where left out.
         """
         count = num_microbatches or self.num_microbatches
-        loss = self._batch_loss(y, count)
+        loss = self._batch_loss(x, y, count)
         self._evaluate(x, loss, count, keywords)
         return self._shared(loss.total())
 
@@ -201,7 +201,7 @@ class Pipeline:
 
     def _train(self, executor: Executor, x: Value, y: Value, keywords: Mapping[str, Value]) -> Tensor | None:
         count = self.num_microbatches
-        loss = self._batch_loss(y, count)
+        loss = self._batch_loss(x, y, count)
         run = Run(self.num_steps, self._inputs(x, count), self._keywords(keywords, count), loss, train=True)
         executor.run(run)
         self.num_steps += 1
@@ -226,6 +226,10 @@ class Pipeline:
     def _executor(self, program: Program, *, fixed_shapes: bool = False) -> Executor:
         return Executor(program, self._stages, self._transport, self._updater, self._seeds, fixed_shapes=fixed_shapes)
 
+    @property
+    def _owns_last(self) -> bool:
+        return self.program.num_stages - 1 in self._owned
+
     def _inputs(self, x: Value, count: int) -> list[Value]:
         if 0 not in self._owned:
             return []
@@ -236,11 +240,12 @@ class Pipeline:
     def _keywords(self, keywords: Mapping[str, Value], count: int) -> list[dict[str, Value]]:
         return split_keywords(keywords, count, self._split_spec)
 
-    def _batch_loss(self, y: Value, count: int) -> BatchLoss:
+    def _batch_loss(self, x: Value, y: Value, count: int) -> BatchLoss:
         if self._loss_fn is None:
             raise ValueError("training and evaluation need a loss: give the Pipeline a loss_fn")
-        owns_last = self.program.num_stages - 1 in self._owned
-        return BatchLoss(self._loss_fn, split(y if owns_last else None, count, "y"))
+        targets = split(y if self._owns_last else None, count, "y")
+        inputs = split(x if self._owns_last and y is None else None, count, "x")
+        return BatchLoss(self._loss_fn, targets, inputs)
 
     def _shared(self, loss: Tensor | None) -> Tensor | None:
         """The whole batch's loss: on every rank if so wanted, and where several ranks own the last stage."""
@@ -249,7 +254,7 @@ class Pipeline:
             return loss
         own = b"" if loss is None else struct.pack("<d", loss.item())
         losses = [struct.unpack("<d", data)[0] for data in self._transport.gather(own) if data]
-        if loss is None and not self._share_loss:
+        if not self._owns_last and not self._share_loss:
             return None
         return torch.tensor(sum(losses), dtype=torch.float64)
 

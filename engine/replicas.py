@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.engine.transport.contract import Channel, Receipt, Transport
-from stagewright.engine.value import Packed, pack, unpack
+from stagewright.engine.value import Packed, check_crossing, pack, unpack
 from stagewright.schedules import Program
 
 
@@ -48,10 +48,13 @@ class Replicas:
                         parameter.grad = None
 
     def start(self, stage: int) -> None:
-        """Send this copy's gradient to all others, and post the receives of theirs."""
+        """Send this copy's gradient to all others, and post the receives of theirs; a single copy is its own sum."""
         rank = self._transport.rank
-        own = pack([parameter.grad for parameter in self._parameters[stage]], f"the gradient of stage {stage}")
         others = [holder for holder in self._holders[stage] if holder != rank]
+        if not others:
+            return
+        own = pack([parameter.grad for parameter in self._parameters[stage]], f"stage {stage}", "gradient")
+        check_crossing(own, f"stage {stage}", "gradient")
         receipts = {}
         for other in others:
             receipts[other] = self._transport.post(self._channel(other, rank), stage, 0)

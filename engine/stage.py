@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from stagewright.engine.boundary import Boundary
 from stagewright.engine.deferral import Deferred, Deferring
 from stagewright.engine.randomness import Seeds
-from stagewright.engine.value import Packed, Skeleton, Value, pack, unpack
+from stagewright.engine.value import Packed, Skeleton, Value, check_crossing, pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Stage:
         self._splits_backward = splits_backward
         self._num_kept = num_kept
         self._pending: dict[int, Deferred] = {}
-        self._told = False
+        self._has_told = False
 
     def forward(
         self, microbatch: int, step: int, received: Packed, keywords: Mapping[str, Value], num_left: int
@@ -93,6 +93,7 @@ class Stage:
     def hand_on(self, microbatch: int, output: Value) -> Packed:
         """Stash where the backward will start, and give what goes to the next stage."""
         packed = pack(output, f"stage {self.index}")
+        check_crossing(packed, f"stage {self.index}")
         if torch.is_grad_enabled():
             roots = [get_gradient_edge(tensor) for tensor in packed.tensors if tensor.requires_grad]
             self.stash[microbatch].roots = roots
@@ -125,8 +126,11 @@ class Stage:
         reached = [(root, dy) for root, dy in zip(stashed.roots, gradients) if dy is not None]
         deferred = stashed.deferred
         if reached:
+            watch = _Watch(self.module) if deferred is not None and not self._has_told else None
             with _deferring(deferred), deferred or nullcontext():
                 torch.autograd.backward([root for root, _ in reached], [dy for _, dy in reached])
+            if watch is not None:
+                self._tell(watch.grown())
         if deferred is not None:
             self._pending[microbatch] = deferred
         return stashed.boundary.gradients
@@ -137,10 +141,36 @@ class Stage:
         if deferred is not None:
             deferred.finish()
 
+    def _tell(self, names: Sequence[str]) -> None:
+        """Say once which weight gradients do not wait for W."""
+        self._has_told = True
+        if names:
+            logger.info(
+                "stage %d: the weight gradients of %s cannot be put off, so they come with the input gradient",
+                self.index,
+                ", ".join(names),
+            )
+
     def clear(self) -> None:
         """Drop whatever is in flight, after a failure."""
         self.stash.clear()
         self._pending.clear()
+
+
+class _Watch:
+    """Sees which parameters of a module get a gradient from now on."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = dict(module.named_parameters())
+        self._before = {name: _state_of(parameter.grad) for name, parameter in self._parameters.items()}
+
+    def grown(self) -> list[str]:
+        """The names of those whose gradient has changed."""
+        return [name for name, parameter in self._parameters.items() if _state_of(parameter.grad) != self._before[name]]
+
+
+def _state_of(gradient: Tensor | None) -> tuple[int, int] | None:
+    return None if gradient is None else (id(gradient), gradient._version)
 
 
 class _Body:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # A tensor, None, or a tuple, list or dict of values in any nesting.
 Value: TypeAlias = Any
@@ -22,6 +22,8 @@ _DTYPES: Final = {
         *(torch.bool, torch.complex64, torch.complex128),
     )
 }
+_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+_CROSSING: Final = (Tensor, nn.Parameter)
 _MAX_NESTING: Final = 64
 
 
@@ -48,12 +50,13 @@ class Packed:
     tensors: Sequence[Tensor]
 
 
-def pack(value: Value, where: str) -> Packed:
+def pack(value: Value, owner: str, name: str = "output") -> Packed:
     """Take a value apart.
 
     Args:
         value: what a stage returned.
-        where: whose value it is, for the error.
+        owner: whose value it is, for the error.
+        name: what it is.
 
     Raises:
         TypeError: a member is no tensor, tuple, list, dict or None; its path and type are named.
@@ -62,7 +65,7 @@ def pack(value: Value, where: str) -> Packed:
         shape = tuple(value.shape)
         return Packed(Layout("t", (value.dtype,), (shape,), (value.requires_grad,)), (value,))
     tensors: list[Tensor] = []
-    skeleton = _take_apart(value, tensors, where, "")
+    skeleton = _take_apart(value, tensors, owner, name)
     layout = Layout(
         skeleton,
         tuple(tensor.dtype for tensor in tensors),
@@ -79,7 +82,43 @@ def unpack(skeleton: Skeleton, tensors: Sequence[Tensor]) -> Value:
     return _put_together(skeleton, iter(tensors))
 
 
-def _take_apart(value: Value, tensors: list[Tensor], where: str, path: str) -> Skeleton:
+def check_crossing(packed: Packed, owner: str, name: str = "output") -> None:
+    """Refuse tensors that could not be made again elsewhere from their type, shape and numbers.
+
+    Args:
+        packed: a value.
+        owner, name: as for ``pack``.
+
+    Raises:
+        TypeError: a tensor is sparse, of a type that no message has, or of a subclass with a life of its own.
+    """
+    for index, tensor in enumerate(packed.tensors):
+        if type(tensor) in _CROSSING and tensor.layout is torch.strided and tensor.dtype in _NAMES:
+            continue
+        path = list(_paths(packed.layout.skeleton, name))[index]
+        kind = type(tensor).__name__ if type(tensor) not in _CROSSING else f"tensor of {tensor.layout}, {tensor.dtype}"
+        raise TypeError(
+            f"{path} of {owner} is a {kind}: what crosses to another stage is a dense, plain tensor of one of the "
+            f"types {', '.join(_DTYPES)}; convert it"
+        )
+
+
+def _paths(skeleton: Skeleton, path: str) -> Iterator[str]:
+    """Where each tensor stands in a value."""
+    match skeleton:
+        case "t":
+            yield path
+        case ("dict", keys, *members):
+            for key, member in zip(keys, members):
+                yield from _paths(member, f"{path}[{key!r}]")
+        case (_, *members):
+            for index, member in enumerate(members):
+                yield from _paths(member, f"{path}[{index}]")
+
+
+def _take_apart(value: Value, tensors: list[Tensor], owner: str, path: str, depth: int = 0) -> Skeleton:
+    if depth > _MAX_NESTING:
+        raise TypeError(f"{path} of {owner} is nested deeper than {_MAX_NESTING}: pass a flatter value on")
     if isinstance(value, Tensor):
         tensors.append(value)
         return "t"
@@ -87,20 +126,22 @@ def _take_apart(value: Value, tensors: list[Tensor], where: str, path: str) -> S
         return "n"
     kind = type(value)
     if kind is tuple or kind is list:
-        members = (_take_apart(member, tensors, where, f"{path}[{index}]") for index, member in enumerate(value))
+        members = (
+            _take_apart(member, tensors, owner, f"{path}[{index}]", depth + 1) for index, member in enumerate(value)
+        )
         return ("tuple" if kind is tuple else "list", *members)
     if kind is dict:
         for key in value:
             if type(key) is not str and type(key) is not int:
                 raise TypeError(
-                    f"{where} returned a dict whose key {key!r} at output{path} is a {type(key).__name__}: "
-                    "keys that cross to another stage are str or int"
+                    f"{path} of {owner} has the key {key!r}, a {type(key).__name__}: the keys of a dict that crosses "
+                    "to another stage are str or int"
                 )
-        members = (_take_apart(member, tensors, where, f"{path}[{key!r}]") for key, member in value.items())
+        members = (_take_apart(member, tensors, owner, f"{path}[{key!r}]", depth + 1) for key, member in value.items())
         return ("dict", tuple(value), *members)
     raise TypeError(
-        f"{where} returned a {kind.__name__} at output{path}: what crosses to another stage is a tensor, tuple, "
-        "list, dict or None; turn it into a tensor"
+        f"{path} of {owner} is a {kind.__name__}: what crosses to another stage is a tensor, tuple, list, dict or "
+        "None; turn it into one of these"
     )
 
 
@@ -122,12 +163,7 @@ def _put_together(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Value:
 
 def write_layout(layout: Layout) -> bytes:
     """A layout as JSON, for the wire."""
-    names = [str(dtype).removeprefix("torch.") for dtype in layout.dtypes]
-    unknown = [name for name in names if name not in _DTYPES]
-    if unknown:
-        raise TypeError(
-            f"a tensor of dtype {unknown[0]} cannot cross to another rank: convert it to one of {', '.join(_DTYPES)}"
-        )
+    names = [_NAMES[dtype] for dtype in layout.dtypes]
     return json.dumps([layout.skeleton, names, layout.shapes, layout.differentiable], separators=(",", ":")).encode()
 
 

@@ -10,11 +10,13 @@ dicts of the stages together are the state dict of the whole model.
 
 import torch
 from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stagewright.models.cache import KeyValueCache
 from stagewright.models.config import GPTConfig
 from stagewright.models.cut import layers_of_stage
 from stagewright.models.initialise import ResidualProjection, derive_seed, initialise
-from torch import Tensor, nn
-from torch.nn import functional
 
 
 class Embedding(nn.Module):
@@ -26,36 +28,40 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(config.sequence_length, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, tokens: Tensor, microbatch_seed: int | None) -> Tensor:
-        num_tokens, num_positions = tokens.size(-1), self.positions.num_embeddings
+    def forward(self, tokens: Tensor, microbatch_seed: int | None, num_past: int = 0) -> Tensor:
+        num_tokens, num_positions = num_past + tokens.size(-1), self.positions.num_embeddings
         if num_tokens > num_positions:
             raise ValueError(
                 f"a sequence may be as long as the model has positions: got {num_tokens} tokens for "
                 f"{num_positions} positions; shorten the sequence or build with sequence_length={num_tokens}"
             )
-        position = torch.arange(num_tokens, device=tokens.device)
+        position = torch.arange(num_past, num_tokens, device=tokens.device)
         seed_dropout(microbatch_seed, "embedding", tokens.device)
         activation: Tensor = self.dropout(self.tokens(tokens) + self.positions(position))
         return activation
 
 
 class Attention(nn.Module):
-    """Causal self-attention: each position sees itself and what came before it."""
+    """Causal self-attention: each position sees itself and what came before it, in earlier pieces too with a cache."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
+        self.layer = layer
         self.num_heads = config.num_heads
         self.query_key_value = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.output = ResidualProjection(config.hidden_size, config.hidden_size)
 
-    def forward(self, activation: Tensor) -> Tensor:
+    def forward(self, activation: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         query, key, value = rearrange(
             self.query_key_value(activation),
             "batch sequence (three head width) -> three batch head sequence width",
             three=3,
             head=self.num_heads,
         )
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        if cache is not None:
+            key, value = cache.extend(self.layer, key, value)
+        mask = mask_after(key.size(-2) - query.size(-2), query)
+        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
         output: Tensor = self.output(rearrange(attended, "batch head sequence width -> batch sequence (head width)"))
         return output
 
@@ -80,16 +86,16 @@ class Layer(nn.Module):
         super().__init__()
         self.layer = layer
         self.attention_norm = nn.LayerNorm(config.hidden_size)
-        self.attention = Attention(config)
+        self.attention = Attention(config, layer)
         self.mlp_norm = nn.LayerNorm(config.hidden_size)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, activation: Tensor, microbatch_seed: int | None) -> Tensor:
+    def forward(self, activation: Tensor, microbatch_seed: int | None, cache: KeyValueCache | None = None) -> Tensor:
         # The seed is an argument, not state, so that a layer recomputed later (torch.utils.checkpoint) still draws
         # the masks of its own microbatch although the stage has moved on to another.
         seed_dropout(microbatch_seed, f"layers.{self.layer}", activation.device)
-        attended = activation + self.dropout(self.attention(self.attention_norm(activation)))
+        attended = activation + self.dropout(self.attention(self.attention_norm(activation), cache))
         output: Tensor = attended + self.dropout(self.mlp(self.mlp_norm(attended)))
         return output
 
@@ -132,14 +138,38 @@ class GPTStage(nn.Module):
         """
         self.microbatch_seed = seed
 
-    def forward(self, incoming: Tensor) -> Tensor:
-        """Compute the stage's part of one microbatch."""
+    def forward(self, incoming: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Compute the stage's part of one microbatch.
+
+        With a cache, `incoming` continues the sequences whose earlier pieces went through this stage with the same
+        cache, and what comes out is, for these tokens, what the sequences would give as a whole. Raises `ValueError`
+        for a sequence that grows longer than the model has positions, and for a cache in training mode.
+        """
+        if cache is not None and self.training:
+            raise ValueError(
+                "a cache is for generation: a forward repeated in training would append to it twice; "
+                "call eval() first, or leave the cache out"
+            )
         drops = self.training and self.config.dropout > 0
         microbatch_seed = self.microbatch_seed if drops else None
-        activation = incoming if self.embedding is None else self.embedding(incoming, microbatch_seed)
+        activation = incoming
+        if self.embedding is not None:
+            num_past = cache.num_tokens(0) if cache is not None else 0
+            activation = self.embedding(incoming, microbatch_seed, num_past)
         for layer in self.layers.values():
-            activation = layer(activation, microbatch_seed)
+            activation = layer(activation, microbatch_seed, cache)
         return activation if self.head is None else self.head(activation)
+
+
+def mask_after(num_past: int, query: Tensor) -> Tensor | None:
+    """Which keys each query sees, [query, key], where `num_past` tokens came before; None where none did.
+
+    torch's own causal mask would align the first query with the first key, however many keys are older.
+    """
+    if num_past == 0:
+        return None
+    num_queries = query.size(-2)
+    return torch.ones(num_queries, num_past + num_queries, dtype=torch.bool, device=query.device).tril(num_past)
 
 
 def seed_dropout(microbatch_seed: int | None, name: str, device: torch.device) -> None:

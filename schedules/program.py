@@ -146,7 +146,8 @@ def _parse_line(line: str, rank: int) -> Stream:
         try:
             stream.append(parse(token))
         except ScheduleError as error:
-            raise ScheduleError(f"rank {rank}, column {column}: {error}", rule="") from error
+            reason = str(error).removeprefix(f"{error.rule}: ")
+            raise ScheduleError(f"rank {rank}, column {column}: {reason}", rule=error.rule) from error
     return tuple(stream)
 
 

@@ -82,7 +82,7 @@ def _append_to_stream(program: Program, rank: int) -> tuple[Instruction, ...]:
     for position, instruction in enumerate((*stream, None)):
         # Before what is computed next, so that nothing comes between a gradient and its SEND.
         if instruction is None or isinstance(instruction, _COMPUTING):
-            while version < num_updates and last_gradient.get(version, -1) < position:
+            while version < num_updates and last_gradient.get(version, len(stream) - 1) < position:
                 version += 1
                 updated += [ReduceGradient(stage) for stage in replicated if stage not in reduced]
                 updated += [Step(stage, version) for stage in stages]

@@ -9,7 +9,7 @@ import torch
 
 from stagewright.engine.value import Layout, Packed
 
-Kind: TypeAlias = Literal["activation", "gradient", "replica"]
+Kind: TypeAlias = Literal["activation", "gradient", "replica", "tied", "gather"]
 
 # source, destination, kind: what tells one channel from another
 Line: TypeAlias = tuple[int, int, Kind]
@@ -21,7 +21,8 @@ class Channel:
 
     Args:
         source, destination: the ranks.
-        kind: what it carries: activations, gradients, or the weight gradients of a replicated stage.
+        kind: what it carries: activations, gradients, the weight gradients of replicated or tied stages, or what the
+            ranks tell each other.
         depth: before a message is posted, all that precede it by ``depth`` or more have been consumed; so no more
             than this many receive buffers are ever alive.
     """

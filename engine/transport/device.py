@@ -8,7 +8,7 @@ run of a program only, where shapes stay fixed, else with every message.
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,12 +16,19 @@ from torch import Tensor
 from stagewright.engine.transport.contract import Channel, Line, Receipt, Session, Transport
 from stagewright.engine.value import Layout, Packed, pack, read_layout, write_layout
 
+# Which message: its line, stage and microbatch.
+Key: TypeAlias = tuple[Line, int, int]
+
 
 class Ticket(Protocol):
-    """A send or receive that was put into a communicator's queue."""
+    """A send or receive that was put into a communicator's queue; it keeps its memory alive until it is done."""
 
     def wait(self) -> object:
-        """Let whatever the device does next come after it."""
+        """Let whatever the device does next come after it; the host need not wait."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Whether it is done."""
         ...
 
 
@@ -64,7 +71,7 @@ class DeviceTransport:
         self._communicators: dict[Line, Communicator | None] = {}
         self._unposted: dict[Line, deque[_DeviceReceipt]] = {}
         self._session = Session(fixed_shapes=False)
-        self._under_way: list[Ticket] = []
+        self._under_way: dict[Line, deque[Ticket]] = {}
 
     def open(self, channels: Sequence[Channel]) -> None:
         """Make the communicators that are missing, in one order on all ranks."""
@@ -73,6 +80,7 @@ class DeviceTransport:
             if line not in self._communicators:
                 self._communicators[line] = self._connect(line)
                 self._unposted[line] = deque()
+                self._under_way[line] = deque()
 
     def begin(self, session: Session) -> None:
         """Start one run; layouts that the session knows are not sent again."""
@@ -82,26 +90,28 @@ class DeviceTransport:
     def send(self, channel: Channel, packed: Packed, stage: int, microbatch: int) -> None:
         """Queue a message's tensors; before them its layout, where the other side cannot know it."""
         key = (channel.line, stage, microbatch)
-        known = self._session.layouts.get(key) if self._session.fixed_shapes else None
+        known = self._known(key)
         if known is None:
             text = torch.frombuffer(bytearray(write_layout(packed.layout)), dtype=torch.uint8)
-            self._host.send(channel, pack(text, "a layout"), stage, microbatch)
-            self._session.layouts[key] = packed.layout
+            self._host.send(channel, pack(text, "a message", "layout"), stage, microbatch)
+            self.learn(key, packed.layout)
         elif known != packed.layout:
             raise ValueError(
-                f"shapes are fixed after the first step: microbatch {microbatch} for stage {stage} was {known} and is "
-                f"now {packed.layout}; give the Pipeline dynamic_shapes=True"
+                f"what crosses keeps its shapes after the first step: microbatch {microbatch} of stage {stage} got "
+                f"{_described(known)} then, and {_described(packed.layout)} now; give the Pipeline dynamic_shapes=True"
             )
         communicator = self._communicator(channel)
-        for tensor in packed.tensors:
-            if tensor.numel():
-                self._under_way.append(communicator.send(_as_bytes(tensor)))
+        under_way = self._under_way[channel.line]
+        under_way.extend(communicator.send(_as_bytes(tensor)) for tensor in packed.tensors if tensor.numel())
+        while under_way and under_way[0].is_completed():  # what has gone out is released, without waiting for the rest
+            under_way.popleft().wait()
 
     def post(self, channel: Channel, stage: int, microbatch: int) -> Receipt:
         """Queue the receives of a message, at once where its layout is known, else when it is waited for."""
-        layout = self._session.layouts.get((channel.line, stage, microbatch)) if self._session.fixed_shapes else None
+        key = (channel.line, stage, microbatch)
+        layout = self._known(key)
         source = None if layout is not None else self._host.post(channel, stage, microbatch)
-        receipt = _DeviceReceipt(self, channel, (channel.line, stage, microbatch), layout, source)
+        receipt = _DeviceReceipt(self, channel, key, layout, source)
         unposted = self._unposted[channel.line]
         unposted.append(receipt)
         if layout is not None and len(unposted) == 1:
@@ -117,9 +127,9 @@ class DeviceTransport:
     def end(self) -> None:
         """Let whatever comes next come after all sends."""
         self._host.end()
-        for ticket in self._under_way:
-            ticket.wait()
-        self._under_way.clear()
+        for under_way in self._under_way.values():
+            while under_way:
+                under_way.popleft().wait()
 
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, from host to host."""
@@ -130,14 +140,8 @@ class DeviceTransport:
         self._host.abort(reason)
 
     def close(self) -> None:
-        """Drop the communicators."""
-        self._communicators.clear()
+        """Nothing to release: communicators are made once for all programs, and end with whatever made them."""
         self._host.close()
-
-    def _communicator(self, channel: Channel) -> Communicator:
-        communicator = self._communicators[channel.line]
-        assert communicator is not None, "a rank sends and receives on its own channels only"
-        return communicator
 
     def receive(self, channel: Channel, layout: Layout) -> tuple[list[Tensor], list[Ticket]]:
         """Queue the receives of one message's tensors into new memory."""
@@ -147,9 +151,18 @@ class DeviceTransport:
         ]
         return tensors, [communicator.receive(_as_bytes(tensor)) for tensor in tensors if tensor.numel()]
 
-    def learn(self, key: tuple[Line, int, int], layout: Layout) -> None:
+    def learn(self, key: Key, layout: Layout) -> None:
         """Remember a message's layout for the next run."""
-        self._session.layouts[key] = layout
+        if self._session.fixed_shapes:
+            self._session.layouts[key] = layout
+
+    def _known(self, key: Key) -> Layout | None:
+        return self._session.layouts.get(key) if self._session.fixed_shapes else None
+
+    def _communicator(self, channel: Channel) -> Communicator:
+        communicator = self._communicators[channel.line]
+        assert communicator is not None, "a rank sends and receives on its own channels only"
+        return communicator
 
 
 class _DeviceReceipt:
@@ -157,7 +170,7 @@ class _DeviceReceipt:
         self,
         transport: DeviceTransport,
         channel: Channel,
-        key: tuple[Line, int, int],
+        key: Key,
         layout: Layout | None,
         source: Receipt | None,
     ) -> None:
@@ -188,4 +201,10 @@ class _DeviceReceipt:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a tensor as bytes: no communicator has to know its type."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _described(layout: Layout) -> str:
+    """Types and shapes in one line."""
+    tensors = [f"{dtype}{list(shape)}" for dtype, shape in zip(layout.dtypes, layout.shapes)]
+    return ", ".join(tensors).replace("torch.", "") or "no tensor"

@@ -2,53 +2,22 @@
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Final
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Final, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stagewright.engine.errors import PeerError
+from stagewright.engine.transport.capacity import Capacity
 from stagewright.engine.transport.contract import Channel, Kind, Line, Receipt, Session
-from stagewright.engine.transport.frame import HEADER, FrameCodec
-from stagewright.engine.value import Packed
+from stagewright.engine.transport.frame import FrameCodec
+from stagewright.engine.value import Packed, pack
 
-# A frame up to the capacity of its channel travels whole; of a larger one the rest follows in a second message.
-_FIRST_CAPACITY: Final = 4096
-_TAGS: Final[dict[Kind, int]] = {"activation": 0, "gradient": 1, "replica": 2}
+_TAGS: Final[dict[Kind, int]] = {"activation": 0, "gradient": 1, "replica": 2, "tied": 3, "gather": 4}
 # Frames of a channel that may be under way before a send waits for the oldest of them to be taken.
 _MAX_UNDER_WAY: Final = 8
-
-
-class _Capacity:
-    """How large the receives of a channel are, known to both its ends without a word.
-
-    A gloo receive smaller than its message aborts the process, so the size of the k-th receive must be known to the
-    sender. When the k-th is posted, both ends have seen all frames up to the (k - depth)-th (see Channel): it is as
-    large as the largest of those.
-    """
-
-    def __init__(self) -> None:
-        self.settled = _FIRST_CAPACITY
-        self._recent: dict[int, int] = {}
-        self._num_settled = 0
-
-    def of(self, index: int, depth: int) -> int:
-        """Bytes of the index-th receive since the program began."""
-        while self._num_settled <= index - depth:
-            self.settled = max(self.settled, self._recent.pop(self._num_settled))
-            self._num_settled += 1
-        return self.settled
-
-    def saw(self, index: int, num_bytes: int) -> None:
-        """Note the size of the index-th frame."""
-        self._recent[index] = num_bytes
-
-    def begin(self) -> None:
-        """All frames of the last program are known to both ends."""
-        self.settled = max([self.settled, *self._recent.values()])
-        self._recent.clear()
-        self._num_settled = 0
 
 
 class _Line:
@@ -56,11 +25,14 @@ class _Line:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.tag = 2 * _TAGS[channel.kind]
-        self.tag_of_rest = self.tag + 1
-        self.capacity = _Capacity()
+        self.tag = _TAGS[channel.kind]
+        self.capacity = Capacity()
         self.num_messages = 0
         self.under_way: deque[list[dist.Work]] = deque()
+
+    def tag_of_rest(self, index: int) -> int:
+        """A tag for what exceeds the receive of the index-th frame: rests are fetched in the order of need."""
+        return len(_TAGS) * (1 + index) + self.tag
 
 
 class _GlooReceipt:
@@ -70,21 +42,24 @@ class _GlooReceipt:
         self._transport, self._line, self._index = transport, line, index
         self._stage, self._microbatch = stage, microbatch
         self._frame = transport.codec.empty(line.capacity.of(index, line.channel.depth))
-        self._work = transport.group.recv([self._frame], line.channel.source, line.tag)
+        self._work = transport.receive(self._frame, line.channel.source, line.tag)
 
     def wait(self) -> Packed:
         """Block until the whole frame is there."""
-        self._work.wait()
-        line, frame = self._line, self._frame
-        source = line.channel.source
-        num_bytes = self._transport.codec.num_bytes(frame, source)
+        transport, line, source = self._transport, self._line, self._line.channel.source
+        transport.wait_for(self._work, source)
+        num_bytes = transport.codec.num_bytes(self._frame, source)
         line.capacity.saw(self._index, num_bytes)
+        frame = self._frame
         if num_bytes > frame.numel():
-            whole = self._transport.codec.empty(num_bytes)
-            whole[: frame.numel()] = frame
-            self._transport.group.recv([whole[frame.numel() :]], source, line.tag_of_rest).wait()
-            frame = whole
-        return self._transport.codec.read(frame, self._stage, self._microbatch, source)
+            frame = transport.codec.enlarged(frame, num_bytes, source)
+            rest = transport.receive(frame[self._frame.numel() :], source, line.tag_of_rest(self._index))
+            transport.wait_for(rest, source)
+        try:
+            return transport.codec.read(frame, self._stage, self._microbatch, source)
+        except PeerError as error:
+            transport.abort(str(error))  # pass it on: others may wait for this rank
+            raise
 
 
 class GlooTransport:
@@ -104,12 +79,22 @@ class GlooTransport:
         self.baton: AbstractContextManager[object] = nullcontext()
         self.codec = FrameCodec(self.device)
         self._lines: dict[Line, _Line] = {}
+        self._num_gathers = 0
+        self._failure: str | None = None
+        self._last_words: list[dist.Work] = []
+        for other in range(1, self.num_ranks):
+            self.open([_gathering(0, other), _gathering(other, 0)])
 
     def open(self, channels: Sequence[Channel]) -> None:
-        """Nothing to make ready: gloo connects any two ranks."""
+        """Note the channels of this rank; gloo connects any two ranks by itself."""
+        for channel in channels:
+            if self.rank in (channel.source, channel.destination):
+                self._line(channel)
 
     def begin(self, session: Session) -> None:
         """Start a run: every channel counts its messages from zero."""
+        if self._failure is not None:
+            raise PeerError(f"the pipeline cannot go on after a failure: {self._failure}")
         for line in self._lines.values():
             line.capacity.begin()
             line.num_messages = 0
@@ -118,15 +103,18 @@ class GlooTransport:
         """Send one frame, and what exceeds the posted receive in a second message."""
         line = self._line(channel)
         frame = self.codec.write(packed, stage, microbatch)
-        capacity = line.capacity.of(line.num_messages, channel.depth)
-        line.capacity.saw(line.num_messages, frame.numel())
-        line.num_messages += 1
-        works = [self.group.send([frame[:capacity]], channel.destination, line.tag)]
-        if frame.numel() > capacity:
-            works.append(self.group.send([frame[capacity:]], channel.destination, line.tag_of_rest))
+        index, line.num_messages = line.num_messages, line.num_messages + 1
+        capacity = line.capacity.of(index, channel.depth)
+        line.capacity.saw(index, frame.numel())
+        try:
+            works = [self.group.send([frame[:capacity]], channel.destination, line.tag)]
+            if frame.numel() > capacity:
+                works.append(self.group.send([frame[capacity:]], channel.destination, line.tag_of_rest(index)))
+        except RuntimeError as error:
+            self._lost(channel.destination, error)
         line.under_way.append(works)
         if len(line.under_way) > _MAX_UNDER_WAY:
-            _wait(line.under_way.popleft())
+            self._finish_oldest(line)
 
     def post(self, channel: Channel, stage: int, microbatch: int) -> Receipt:
         """Post a receive of the channel's capacity."""
@@ -138,26 +126,67 @@ class GlooTransport:
         """Wait for every send that is still under way."""
         for line in self._lines.values():
             while line.under_way:
-                _wait(line.under_way.popleft())
+                self._finish_oldest(line)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes."""
-        own = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num_ranks)]
-        dist.all_gather(lengths, torch.tensor([len(data)]), group=self.group)
-        longest = max(1, *(int(length) for length in lengths))
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: own.numel()] = own
-        blocks = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.num_ranks)]
-        dist.all_gather(blocks, padded, group=self.group)
-        return [_bytes(block[: int(length)]) for block, length in zip(blocks, lengths)]
+        """Every rank's bytes: all to the first rank, and from there to all."""
+        turn, self._num_gathers = self._num_gathers, (self._num_gathers + 1) % 2**31
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        first, others = 0, range(1, self.num_ranks)
+        if self.rank == first:
+            receipts = [self.post(_gathering(other, first), 0, turn) for other in others]
+            letters = pack([own, *(receipt.wait().tensors[0] for receipt in receipts)], "the ranks", "data")
+            for other in others:
+                self.send(_gathering(first, other), letters, 0, turn)
+        else:
+            self.send(_gathering(self.rank, first), pack(own, f"rank {self.rank}", "data"), 0, turn)
+            letters = self.post(_gathering(first, self.rank), 0, turn).wait()
+        for line in self._lines.values():
+            while line.channel.kind == "gather" and line.under_way:
+                self._finish_oldest(line)
+        return [bytes(letter.cpu().numpy().data) for letter in letters.tensors]
 
     def abort(self, reason: str) -> None:
-        """Nothing to do: the launcher ends the other processes."""
+        """Send the news in the place of the next message on every channel; the first reason counts."""
+        if self._failure is not None:
+            return
+        self._failure = reason
+        for line in self._lines.values():
+            if line.channel.source == self.rank:
+                news = [self.codec.write_failure(reason)]
+                with suppress(RuntimeError):  # that rank may be the one that has gone
+                    self._last_words.append(self.group.send(news, line.channel.destination, line.tag))
 
     def close(self) -> None:
-        """Drop the channels; the process group belongs to whoever made it."""
-        self._lines.clear()
+        """Nothing to release: the process group belongs to whoever made it."""
+
+    def receive(self, data: Tensor, source: int, tag: int) -> dist.Work:
+        """Post a receive of bytes."""
+        try:
+            return self.group.recv([data], source, tag)
+        except RuntimeError as error:
+            self._lost(source, error)
+
+    def wait_for(self, work: dist.Work, other: int) -> None:
+        """Block until something is sent to, or received from, another rank.
+
+        Raises:
+            PeerError: that rank has gone.
+        """
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._lost(other, error)
+
+    def _finish_oldest(self, line: _Line) -> None:
+        for work in line.under_way.popleft():
+            self.wait_for(work, line.channel.destination)
+
+    def _lost(self, other: int, error: RuntimeError) -> NoReturn:
+        """Every RuntimeError of gloo, whatever it says, means that there is no way to go on with that rank."""
+        reason = f"rank {other} has gone, or the connection to it ({error})"
+        self.abort(reason)
+        raise PeerError(reason) from error
 
     def _line(self, channel: Channel) -> _Line:
         line = self._lines.get(channel.line)
@@ -167,13 +196,5 @@ class GlooTransport:
         return line
 
 
-def _wait(works: list[dist.Work]) -> None:
-    for work in works:
-        work.wait()
-
-
-def _bytes(block: Tensor) -> bytes:
-    return bytes(block.numpy().data)
-
-
-assert HEADER.size <= _FIRST_CAPACITY
+def _gathering(source: int, destination: int) -> Channel:
+    return Channel(source, destination, "gather")

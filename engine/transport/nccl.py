@@ -12,6 +12,9 @@ from stagewright.engine.transport.gloo import GlooTransport
 class NcclConnect:
     """Makes a group of two ranks for every line.
 
+    A process group has one stream and, between two ranks, one communicator: both directions in one group, or two
+    channels of a direction, would queue behind each other.
+
     Args:
         ranks: the global ranks of the pipeline's ranks, in order.
         device: this rank's GPU.
@@ -24,19 +27,25 @@ class NcclConnect:
     def __call__(self, line: Line) -> Communicator | None:
         """The communicator of a line, warmed up: NCCL sets it up at its first use, with both ends waiting."""
         source, destination, _ = line
-        ends = [self._ranks[source], self._ranks[destination]]
-        group = dist.new_group(ends, backend="nccl")
-        if dist.get_rank() not in ends:
+        ends = self._ranks[source], self._ranks[destination]
+        group = dist.new_group(list(ends), backend="nccl")
+        own = dist.get_rank()
+        if own not in ends:
             return None
-        communicator = NcclCommunicator(group, peer=1 if dist.get_rank() == ends[0] else 0)
+        # A group orders its ranks by itself, whatever order it was given them in.
+        other = ends[1] if own == ends[0] else ends[0]
+        communicator = NcclCommunicator(group, dist.get_group_rank(group, other))
         token = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        warm_up = communicator.send if dist.get_rank() == ends[0] else communicator.receive
+        warm_up = communicator.send if own == ends[0] else communicator.receive
         warm_up(token).wait()
         return communicator
 
 
 class NcclCommunicator:
     """One direction between two GPUs.
+
+    A send or receive runs on the group's own stream, after what the current stream has been given so far; torch holds
+    on to its tensor until ``wait`` has made the current stream wait for it, or it has been seen to be done.
 
     Args:
         group: of the two ranks.
@@ -48,7 +57,7 @@ class NcclCommunicator:
         self._peer = peer
 
     def send(self, data: Tensor) -> Ticket:
-        """Queue a send on the communicator's own stream; the tensor stays alive until it is done."""
+        """Queue a send."""
         work: Ticket = self._group.send([data], self._peer, 0)
         return work
 

@@ -29,12 +29,13 @@ class Hub:
         self._changed = threading.Condition()
         self._messages: dict[Key, Packed] = {}
         self._gathered: dict[int, dict[int, bytes]] = {}
+        self._left: set[int] = set()
         self._failure: str | None = None
 
     def put(self, key: Key, packed: Packed) -> None:
         """Lay down a message."""
         with self._changed:
-            self._check()
+            self.check()
             self._messages[key] = packed
             self._changed.notify_all()
 
@@ -42,7 +43,7 @@ class Hub:
         """Wait for a message and pick it up."""
         with self._changed:
             while key not in self._messages:
-                self._check()
+                self.check(key[:1])
                 self._changed.wait()
             return self._messages.pop(key)
 
@@ -53,7 +54,7 @@ class Hub:
             of_turn[rank] = data
             self._changed.notify_all()
             while len(of_turn) < self.num_ranks:
-                self._check()
+                self.check([other for other in range(self.num_ranks) if other not in of_turn])
                 self._changed.wait()
             self._gathered.pop(turn - 1, None)  # everyone has read the turn before, or it would not be here
             return [of_turn[other] for other in range(self.num_ranks)]
@@ -64,14 +65,24 @@ class Hub:
             self._failure = self._failure or reason
             self._changed.notify_all()
 
+    def leave(self, rank: int) -> None:
+        """A rank's function has returned: whoever waits for it, now or later, raises PeerError."""
+        with self._changed:
+            self._left.add(rank)
+            self._changed.notify_all()
+
     @property
     def num_waiting(self) -> int:
         """Messages that nobody has picked up."""
         return len(self._messages)
 
-    def _check(self) -> None:
+    def check(self, awaited: Sequence[int] = ()) -> None:
+        """Raise PeerError where a rank has failed, or one that something is awaited from has returned."""
         if self._failure is not None:
             raise PeerError(self._failure)
+        gone = self._left.intersection(awaited)
+        if gone:
+            raise PeerError(f"rank {min(gone)} has returned while another rank still waits for what it sends")
 
 
 class _ThreadReceipt:

@@ -12,7 +12,7 @@ MARGIN: Final = 12.0
 ROW: Final = 22.0
 NAME_SIZE: Final = 11.0
 _GAP: Final = 4.0
-_NARROWEST, _WIDEST = 420.0, 6000.0
+_WIDEST: Final = 6000.0
 _NUMBER_SIZES: Final = (11.0, 9.0, 7.5)
 
 
@@ -23,7 +23,7 @@ class Layout:
     Args:
         left, top: the corner of rank 0's row at time 0.
         scale: pixels of one unit of time.
-        width: of the rows, or more where they are short.
+        width: of the rows.
         number_size: font size of the microbatch numbers.
         number_width: of the widest of them; a cell that has not room for it shows none.
     """
@@ -37,7 +37,7 @@ class Layout:
 
     @property
     def right(self) -> float:
-        """The edge that nothing but the margin lies beyond."""
+        """The end of the rows."""
         return self.left + self.width
 
     def x(self, time: float) -> float:
@@ -60,7 +60,7 @@ def layout_of(picture: Picture, top: float) -> Layout:
     fitting = [size for size in _NUMBER_SIZES if digits_width(num_digits, size) + 1 <= typical * scale]
     number_size = (fitting or _NUMBER_SIZES)[0]
     left = MARGIN + text_width(f"rank {len(picture.rows) - 1}", NAME_SIZE) + 8
-    return Layout(left, top, scale, max(end * scale, _NARROWEST), number_size, digits_width(num_digits, number_size))
+    return Layout(left, top, scale, end * scale, number_size, digits_width(num_digits, number_size))
 
 
 def round_step(least: float) -> float:

@@ -166,7 +166,7 @@ function write(words, x, y, size, color, align) {
   pen.fillText(words, x, y);
 }
 
-// Zoom by a factor around a moment, never further out than the whole nor in than a thousandth of it.
+// Zoom by a factor around a moment, never further out than the whole.
 function zoom(factor, middle) {
   const span = Math.min(Math.max((to - from) * factor, timeline.end / 1e4), timeline.end);
   show(middle - ((middle - from) * span) / (to - from), span);
@@ -212,13 +212,16 @@ function point(event) {
 let grip = null;  // where a drag began, and what was in view then
 canvas.addEventListener("pointerdown", (event) => {
   grip = { x: event.clientX, from };
+  tip.hidden = true;
   canvas.setPointerCapture(event.pointerId);
   canvas.classList.add("dragged");
 });
-canvas.addEventListener("pointerup", () => {
-  grip = null;
-  canvas.classList.remove("dragged");
-});
+for (const end of ["pointerup", "pointercancel"]) {
+  canvas.addEventListener(end, () => {
+    grip = null;
+    canvas.classList.remove("dragged");
+  });
+}
 canvas.addEventListener("pointermove", (event) => {
   if (grip) show(grip.from - ((event.clientX - grip.x) / width()) * (to - from), to - from);
   else point(event);
@@ -235,7 +238,8 @@ canvas.addEventListener("wheel", (event) => {
   else return;
   event.preventDefault();
 }, { passive: false });
-canvas.addEventListener("keydown", (event) => {
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;  // the browser's own
   const span = to - from;
   if (event.key === "+" || event.key === "=") zoom(1 / 1.5, (from + to) / 2);
   else if (event.key === "-") zoom(1.5, (from + to) / 2);

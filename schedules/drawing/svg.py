@@ -19,6 +19,7 @@ from stagewright.schedules.drawing.shapes import (
     add_text,
     digits_width,
     number,
+    text_width,
 )
 from stagewright.schedules.timeline import Timeline
 
@@ -49,12 +50,15 @@ def svg_text(timeline: Timeline, *, title: str = "", palette: str = "megatron") 
         add_text(root, MARGIN, MARGIN + 10, title, 14).set("font-weight", "bold")
     for rank in range(len(picture.rows)):
         _add_row(root, rank, picture, layout, colors)
+    caption = caption_of(timeline)
+    widths = [text_width(title, 15), *(text_width(sentence, 11) for sentence in caption)]
+    right = max(layout.right, MARGIN + max(widths))
     bottom = _add_axis(root, picture, layout)
-    bottom = add_legend(root, picture, colors, MARGIN, bottom + 10, layout.right)
-    for sentence in caption_of(timeline):
+    bottom = add_legend(root, picture, colors, MARGIN, bottom + 10, right)
+    for sentence in caption:
         bottom += 16
         add_text(root, MARGIN, bottom, sentence, 11)
-    size = {"width": number(layout.right + MARGIN), "height": number(bottom + MARGIN)}
+    size = {"width": number(right + MARGIN), "height": number(bottom + MARGIN)}
     root.attrib.update(size, viewBox=f"0 0 {size['width']} {size['height']}")
     page.attrib.update(size)
     ElementTree.indent(root, " ")

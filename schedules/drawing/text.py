@@ -99,10 +99,9 @@ def grid_of(picture: Picture, *, versions: bool = False) -> Grid:
 
 
 def _filled(text: str, num_ticks: int, pitch: int) -> str:
-    """A label over its ticks, with ``--`` in each tick that the label leaves free."""
+    """A label over its ticks, with ``--`` in each tick that the label leaves free; as wide as all of them."""
     used = -(-(len(text) + 1) // pitch)
-    rest = "".join(" " + "--".ljust(pitch - 1) for _ in range(num_ticks - used))
-    return (text.ljust(used * pitch - 1) + rest).rstrip() if rest else text
+    return (text.ljust(used * pitch) + "--".ljust(pitch) * (num_ticks - used))[:-1]
 
 
 def _to_scale(picture: Picture, labels: dict[Cell, str]) -> Grid:

@@ -20,6 +20,8 @@ from stagewright.schedules.proof.versions import check_versions
 
 SEMANTICS: Final[tuple[Semantics, ...]] = ("buffered", "rendezvous", "in_order")
 
+__all__ = ["RULES", "SEMANTICS", "Semantics", "complete", "verify"]
+
 # In this order: a later rule relies on the earlier ones.
 RULES: Final = (
     check_ownership,

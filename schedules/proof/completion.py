@@ -15,11 +15,14 @@ def complete(program: Program) -> Program:
     Raises:
         ScheduleError: its computations break a rule, so that no communication could be found for them.
     """
+    silent = not communicates(program)
+    if has_updates(program) and not silent:
+        return program
+    check_ownership(program)  # before anything is added, so that a refusal counts instructions as the file does
+    check_completeness(program)
     if not has_updates(program):
         program = append_updates(program)
-    if not communicates(program):
-        check_ownership(program)
-        check_completeness(program)
+    if silent:
         check_production(program, communicates=False)
         check_deadlock(program, "buffered")
         program = insert_communication(program)

@@ -51,6 +51,13 @@ def test_a_cell_has_the_colour_of_its_kind_to_its_very_end(palette: Palette | No
 
 
 @EITHER_PALETTE
+def test_cells_of_one_length_are_painted_equally_wide(palette: Palette | None) -> None:
+    drawn = timeline("gpipe", 1, 11)
+    assert grid_text(drawn).startswith("rank 0  F0  F1  F2 ")
+    assert papers(drawn, palette).startswith("        " + "FFF " * 11 + "BBBBBBB " * 10)
+
+
+@EITHER_PALETTE
 def test_the_halves_of_a_fused_pair_keep_their_colours(palette: Palette | None) -> None:
     drawn = simulate(Program.from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0I1,0W1\n"), Costs(overlapped=2.0))
     (plain,) = grid_text(drawn).splitlines()

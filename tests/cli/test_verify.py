@@ -61,7 +61,7 @@ def test_an_illegal_program_is_refused_with_the_reason(file: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("0F0,0B0\n1F0,2FOO\n", "rank 1, column 1: token: '2FOO' is no instruction"),
+        ("0F0,0B0\n1F0,2FOO\n", "token: rank 1, column 1: '2FOO' is no instruction"),
         ("", "a program has at least one rank"),
         ("\n\n,,\n", "missing compute: a program computes something"),
         (

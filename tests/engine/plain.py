@@ -1,13 +1,17 @@
 """The measure of the engine: a plain loop in one process, and the small model that both train."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from stagewright.engine import Pipeline, RankContext
+from stagewright.engine.transport.threads import ThreadTransport
+
+TOLERANCE = 1e-12
 
 
 class Block(nn.Module):
@@ -32,7 +36,7 @@ def make_stage(stage: int, width: int = 6) -> nn.Module:
     generator = torch.Generator().manual_seed(100 + stage)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
     return module
 
 
@@ -50,12 +54,16 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
     """An optimizer with state."""
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=0.03, momentum=0.9)
 
 
 @dataclass
 class Result:
-    """What a training leaves: losses, and by (stage, name) the gradients of the last batch and the weights."""
+    """What a training leaves.
+
+    Losses of the steps; by (stage, name) the weights, and the gradients of one more batch on them; and what the trained
+    model predicts.
+    """
 
     losses: list[float] = field(default_factory=list)
     gradients: dict[tuple[int, str], Tensor] = field(default_factory=dict)
@@ -78,14 +86,27 @@ def train_plainly(
         batch_loss.backward()
         result.losses.append(batch_loss.item())
         optimizer.step()
-    for index, module in enumerate(modules):
-        for name, parameter in module.named_parameters():
-            result.weights[index, name] = parameter.detach().clone()
-            result.gradients[index, name] = (
-                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-            )
+    optimizer.zero_grad()
+    x, y = make_batch(rows, steps)
+    loss(model(x), y).backward()
+    note_parameters(result, dict(enumerate(modules)))
     result.outputs = model(make_batch(rows, 99)[0]).detach()
     return result
+
+
+def train_many(context: RankContext, cases: Sequence[tuple[int, int, dict[str, Any]]]) -> list[Result]:
+    """Several trainings one after the other, each (rows, steps, options): starting processes takes long."""
+    return [train_pipelined(context, *case) for case in cases]
+
+
+def note_parameters(result: Result, modules: Mapping[int, nn.Module]) -> None:
+    """Keep the weights and gradients of some stages."""
+    for stage, module in modules.items():
+        for name, parameter in module.named_parameters():
+            result.weights[stage, name] = parameter.detach().clone()
+            if parameter.grad is not None:
+                assert not parameter.grad.requires_grad
+                result.gradients[stage, name] = parameter.grad.clone()
 
 
 def train_pipelined(context: RankContext, rows: int, steps: int, options: dict[str, Any]) -> Result:
@@ -99,12 +120,14 @@ def train_pipelined(context: RankContext, rows: int, steps: int, options: dict[s
             assert loss is not None
             result.losses.append(loss.item())
             assert_nothing_in_flight(pipe)
-        for stage, module in pipe.modules.items():
-            for name, parameter in module.named_parameters():
-                result.weights[stage, name] = parameter.detach().clone()
-        outputs = pipe.predict(make_batch(rows, 99)[0])
-        result.outputs = outputs
-        pipe.forward_backward(*make_batch(rows, steps - 1))
+        pipe.forward_backward(*make_batch(rows, steps))
+        assert_nothing_in_flight(pipe)
+        note_parameters(result, pipe.modules)
+        result.outputs = pipe.predict(make_batch(rows, 99)[0])
+        assert_nothing_in_flight(pipe)
+        context.transport.gather(b"")  # all ranks are through: whatever lies in a queue now is left over
+        if isinstance(context.transport, ThreadTransport):
+            assert context.transport._hub.num_waiting == 0
         return result
 
 
@@ -113,24 +136,20 @@ def assert_nothing_in_flight(pipe: Pipeline) -> None:
     for stage in pipe._stages.values():
         assert not stage.stash
         assert not stage._pending
-    assert pipe._training._mail.is_empty
+    for executor in (pipe._training, pipe._accumulating, *pipe._forwards.values()):
+        assert executor._mail.is_empty
 
 
 def assert_same(results: list[Result], plain: Result) -> None:
-    """Every rank saw the plain loop's losses, and its stages have the plain loop's weights."""
-    seen = set()
+    """Every rank saw the plain loop's losses, and its stages have the plain loop's weights and gradients."""
     for result in results:
-        assert result.losses == [pytest_approx(loss) for loss in plain.losses]
-        for key, weight in result.weights.items():
-            torch.testing.assert_close(weight, plain.weights[key], rtol=1e-12, atol=1e-12)
-            seen.add(key)
-        if result.outputs is not None:
-            torch.testing.assert_close(result.outputs, plain.outputs, rtol=1e-11, atol=1e-11)
-    assert seen == set(plain.weights)
-
-
-def pytest_approx(value: float) -> Any:
-    """Equal to 1e-12."""
-    import pytest
-
-    return pytest.approx(value, rel=1e-12, abs=1e-12)
+        assert result.losses == pytest.approx(plain.losses, rel=TOLERANCE, abs=TOLERANCE)
+        assert set(result.gradients) == set(result.weights) & set(plain.gradients)
+        for ours, theirs in ((result.weights, plain.weights), (result.gradients, plain.gradients)):
+            for key, tensor in ours.items():
+                torch.testing.assert_close(tensor, theirs[key], rtol=TOLERANCE, atol=TOLERANCE)
+    assert {key for result in results for key in result.weights} == set(plain.weights)
+    outputs = [result.outputs for result in results if result.outputs is not None]
+    assert outputs
+    for output in outputs:
+        torch.testing.assert_close(output, plain.outputs, rtol=TOLERANCE, atol=TOLERANCE)

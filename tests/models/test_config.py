@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import pytest
+
 from stagewright.models import GPTConfig
 
 

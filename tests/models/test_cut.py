@@ -5,6 +5,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stagewright.models import layers_of_stage
 
 

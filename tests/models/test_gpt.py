@@ -5,9 +5,10 @@ import re
 
 import pytest
 import torch
-from stagewright.models import GPTConfig, GPTStage, build_gpt, build_gpt_stage, token_loss
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from stagewright.models import GPTConfig, GPTStage, build_gpt, build_gpt_stage, token_loss
 
 NUM_LAYERS = 5
 
@@ -108,8 +109,8 @@ def test_a_layer_recomputed_after_another_microbatch_repeats_its_own_masks() -> 
             super().__init__()
             self.layer = layer
 
-        def forward(self, activation: Tensor, microbatch_seed: int | None) -> Tensor:
-            return checkpoint(self.layer, activation, microbatch_seed, use_reentrant=False)
+        def forward(self, *arguments: object) -> Tensor:
+            return checkpoint(self.layer, *arguments, use_reentrant=False)
 
     tokens, targets = random_tokens(2, 12), random_tokens(2, 12, seed=1)
     plain, recomputing = (build_gpt(config_with(0.1), dtype=torch.float64) for _ in range(2))

@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from stagewright.models import GPTConfig, build_gpt, build_gpt_stage, derive_seed
 from stagewright.models.initialise import initialise
-from torch import Tensor, nn
 
 CONFIG = GPTConfig(vocab_size=61, num_layers=7, hidden_size=24, num_heads=3, sequence_length=16)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from stagewright.schedules import Instruction, Program, ScheduleError, create, insert_communication, names
 from stagewright.schedules import instructions as ins
+from stagewright.schedules.agreements import insert_agreements
 from stagewright.schedules.placement import bidirectional
 from stagewright.schedules.updates import has_updates, update_after_batch
 
@@ -46,9 +47,11 @@ def programs() -> dict[str, Program]:
     made["both ways twice"] = both_ways(2)
     for name, num_ranks, num_microbatches in (("gpipe", 2, 3), ("1f1b", 3, 4), ("zb-h1", 3, 3)):
         program = create(name, num_ranks=num_ranks, num_microbatches=num_microbatches).program(2)
-        made[f"{name} sharded"] = with_sharding(program)
-        made[f"{name} scalars"] = with_scalars(program)
-        made[f"{name} late"] = with_late_steps(program)
+        made[f"sharded {name}"] = with_sharding(program)
+        made[f"scalars {name}"] = with_scalars(program)
+        made[f"late {name}"] = with_late_steps(program)
+        ends = (0, program.num_stages - 1)
+        made[f"agreed {name}"] = insert_agreements(program, tied_stages=ends, scalars=True)
     return made
 
 

@@ -361,6 +361,15 @@ class TestDualPipe:
         schedule = create("dualpipe", num_ranks=4, num_microbatches=8)
         assert simulate(schedule.program(), Costs(overlapped=2.4)).makespan == pytest.approx(23.6)
 
+    def test_the_formula_is_an_upper_bound_where_the_input_gradient_takes_longer_than_the_forward(self) -> None:
+        costs = Costs(forward=1, input_gradient=1.3, weight_gradient=0.7, overlapped=2.6)
+        schedule = create("dualpipe", num_ranks=8, num_microbatches=16)
+        timeline = simulate(schedule.program(), costs)
+        formula = schedule.bubble_formula(costs)
+        assert formula is not None
+        assert formula.idle == pytest.approx(7.5)
+        assert max(timeline.makespan - busy for busy in timeline.busy) == pytest.approx(6.6)
+
     @pytest.mark.parametrize(("num_ranks", "idle"), [(4, 6), (8, 14)])
     def test_in_a_v(self, num_ranks: int, idle: float) -> None:
         schedule = create("dualpipev", num_ranks=num_ranks, num_microbatches=2 * num_ranks)

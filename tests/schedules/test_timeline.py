@@ -1,5 +1,6 @@
 """What a timeline says: spans, bubbles, the steady period, memory, and why it took so long."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from stagewright.schedules import Costs, Program, ScheduleError, Timeline, create, find, names, simulate
-from stagewright.schedules.instructions import parse
+from stagewright.schedules.instructions import SyncScalars, parse
 from stagewright.schedules.linearize import linearize, waits_of
 from stagewright.schedules.timing import RowCosts, row_costs, time_rows
 
@@ -99,6 +100,13 @@ class TestSteadyPeriod:
 
     def test_a_flush_costs_as_much_every_time(self) -> None:
         assert timeline_of("1f1b", 4, 8).steady_period == 33
+
+    def test_a_program_that_has_a_barrier_keeps_it(self) -> None:
+        """With a SYNC_SCALARS in front of the steps, ZB-H2 takes its makespan batch after batch."""
+        program = create("zb-h2", num_ranks=4, num_microbatches=8).program()
+        streams = [(*stream[:-1], SyncScalars(), stream[-1]) for stream in program.streams]
+        assert simulate(program).steady_period == 24
+        assert simulate(replace(program, streams=tuple(streams))).steady_period == 27
 
     @given(
         st.sampled_from(SYNCHRONOUS),

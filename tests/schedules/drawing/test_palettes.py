@@ -1,6 +1,6 @@
 """The palettes: who must be darker than whom, and what must stay apart for every reader."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -60,8 +60,8 @@ def test_a_backward_is_darker_than_a_forward_of_its_chunk_and_version(palette: P
 def test_each_chunk_is_lighter_than_the_one_before(palette: Palette, kind: str) -> None:
     for num_shades in (2, 3, 4):
         shades = [palette.color(kind, shade, num_shades) for shade in range(num_shades)]
-        assert all(luminance(later) > luminance(earlier) for earlier, later in zip(shades, shades[1:]))
-        assert all(distance(earlier, later) > 20 / (num_shades - 1) for earlier, later in zip(shades, shades[1:]))
+        assert all(luminance(later) > luminance(earlier) for earlier, later in pairwise(shades))
+        assert all(distance(earlier, later) > 20 / (num_shades - 1) for earlier, later in pairwise(shades))
         assert luminance(shades[-1]) < 0.8  # never mistaken for idle time
 
 

@@ -13,7 +13,10 @@ from stagewright.schedules.drawing import svg_text
 from stagewright.schedules.drawing.palettes import PALETTES, hexadecimal, palette_of
 
 SVG = "{http://www.w3.org/2000/svg}"
-FUSED = "0F0,1F1,(0F2;1B1)OVERLAP_F_B,(1F3;0B0)OVERLAP_F_B,1B3,0B2\n0F1,1F0,(0F3;1B0)OVERLAP_F_B,(1F2;0B1)OVERLAP_F_B,1B2,0B3\n"
+FUSED = (
+    "0F0,1F1,(0F2;1B1)OVERLAP_F_B,(1F3;0B0)OVERLAP_F_B,1B3,0B2\n"
+    "0F1,1F0,(0F3;1B0)OVERLAP_F_B,(1F2;0B1)OVERLAP_F_B,1B2,0B3\n"
+)
 
 
 def simulated(name: str, num_ranks: int, num_microbatches: int, steps: int = 1, costs: Costs | None = None) -> Timeline:
@@ -114,6 +117,7 @@ def test_a_fused_pair_is_two_boxes_in_one_border() -> None:
     ]
     assert (borders[0].get("fill"), borders[0].get("stroke-width")) == ("none", "2")
     assert number(borders[0], "x") == number(pair[0], "x")
+    assert number(pair[1], "x") == pytest.approx(number(pair[0], "x") + number(pair[0], "width"), abs=0.01)
     assert number(borders[0], "width") == pytest.approx(number(pair[0], "width") + number(pair[1], "width"), abs=0.01)
 
 
@@ -173,6 +177,9 @@ def test_every_schedule_is_drawn_within_its_page(name: str, palette: str) -> Non
     for rect in root.iter(f"{SVG}rect"):
         assert 0 <= number(rect, "x") <= number(rect, "x") + number(rect, "width") <= width
         assert 0 <= number(rect, "y") <= number(rect, "y") + number(rect, "height") <= height
+    for text in root.iter(f"{SVG}text"):
+        if text.get("text-anchor") is None:
+            assert number(text, "x") + 0.5 * number(text, "font-size") * len(text.text or "") < width
     assert not {element.tag.removeprefix(SVG) for element in root.iter()} & {"script", "style", "image", "use", "a"}
 
 

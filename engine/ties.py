@@ -1,0 +1,174 @@
+"""Ties: one weight that several stages use, each with a copy of its own; the gradients are summed over all."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from stagewright.engine.transport.contract import Channel, Receipt, Session, Transport
+from stagewright.engine.value import Packed, pack, unpack
+from stagewright.schedules import Placement
+
+# The name of a tied weight on each stage that has a copy.
+Tie: TypeAlias = Mapping[int, str]
+# One copy: which tie, which stage.
+Copy: TypeAlias = tuple[int, int]
+
+
+class Ties:
+    """The tied weights of a rank.
+
+    Every copy gets the sum of the gradients of all stages, added in the order of stages, and the same optimizer makes
+    the same of it: so the copies stay equal to the last bit. At the start all copies take the first stage's value.
+
+    Args:
+        groups: names of parameters; those of one group are one weight.
+        parameters: this rank's parameters by stage and name.
+        placement: says which ranks own which stage.
+        transport: connects the ranks.
+
+    Raises:
+        ValueError: no stage has a parameter of that name.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[str]],
+        parameters: Mapping[int, Mapping[str, nn.Parameter]],
+        placement: Placement,
+        transport: Transport,
+    ) -> None:
+        self._parameters = parameters
+        self._transport = transport
+        self._ties = find_ties(groups, parameters, transport) if groups else []
+        ranks = range(transport.num_ranks)
+        lines = [(source, rank) for source in ranks for rank in ranks if self._sent(placement, source, rank)]
+        self._outgoing = {rank: self._sent(placement, transport.rank, rank) for rank in ranks}
+        self._incoming = {rank: self._sent(placement, rank, transport.rank) for rank in ranks}
+        self._waiting = self._own_stages()
+        self._receipts: dict[int, Receipt] = {}
+        transport.open([_channel(*line) for line in lines])
+        if self._ties:
+            self._share_values()
+
+    @property
+    def stages(self) -> frozenset[int]:
+        """The stages, of any rank, that have a tied weight."""
+        return frozenset(stage for tie in self._ties for stage in tie)
+
+    def repeated(self) -> set[nn.Parameter]:
+        """The parameters of this rank that are a further copy of what an earlier stage has."""
+        copies = (self._parameters[stage][tie[stage]] for tie in self._ties for stage in tie if stage != min(tie) if stage in self._parameters)
+        return set(copies)
+
+    def start(self, stage: int) -> None:
+        """This stage's gradient is complete; once those of all tied stages here are, send them to where they count."""
+        self._waiting.discard(stage)
+        if not self._waiting:
+            self._exchange([self._gradient(copy) for copy in copies] if copies else None for copies in self._outgoing.values())
+
+    def finish(self) -> None:
+        """Give every copy on this rank the sum over all stages."""
+        if self._waiting or not self._ties:
+            return
+        self._waiting = self._own_stages()
+        gradients = {copy: self._gradient(copy) for copy in self._own_copies()}
+        gradients |= self._arrived()
+        for index, tie in enumerate(self._ties):
+            total = add_up([gradients[index, stage] for stage in sorted(tie) if (index, stage) in gradients])
+            for stage in tie:
+                if stage in self._parameters:
+                    self._parameter((index, stage)).grad = None if total is None else total.clone()
+
+    def _share_values(self) -> None:
+        """Let all copies start from the value of the first stage's."""
+        self._transport.begin(Session(fixed_shapes=False))
+        with torch.no_grad():
+            values = [[self._parameter(copy).detach() for copy in copies] for copies in self._outgoing.values()]
+            self._exchange(value or None for value in values)
+            arrived: dict[Copy, Tensor | None] = {copy: self._parameter(copy) for copy in self._own_copies()}
+            arrived |= self._arrived()
+            for index, tie in enumerate(self._ties):
+                for stage in tie:
+                    value = arrived.get((index, min(tie)))
+                    if stage in self._parameters and value is not None:
+                        self._parameter((index, stage)).copy_(value)
+        self._transport.end()
+
+    def _exchange(self, outgoing: Iterable[Sequence[Tensor | None] | None]) -> None:
+        rank = self._transport.rank
+        for other, copies in self._incoming.items():
+            if copies:
+                self._receipts[other] = self._transport.post(_channel(other, rank), 0, 0)
+        for other, tensors in enumerate(outgoing):
+            if tensors is not None:
+                self._transport.send(_channel(rank, other), pack(list(tensors), "tied weights"), 0, 0)
+
+    def _arrived(self) -> dict[Copy, Tensor | None]:
+        """What the other ranks have sent."""
+        arrived: dict[Copy, Tensor | None] = {}
+        for other, receipt in self._receipts.items():
+            arrived |= zip(self._incoming[other], _tensors(receipt.wait()))
+        self._receipts.clear()
+        return arrived
+
+    def _sent(self, placement: Placement, source: int, rank: int) -> list[Copy]:
+        """What a rank sends to another: the copies that the first owner of their stage has and the other lacks."""
+        return [
+            (index, stage)
+            for index, tie in enumerate(self._ties)
+            for stage in sorted(tie)
+            if placement.replicas_of(stage)[0] == source
+            and rank not in placement.replicas_of(stage)
+            and any(rank in placement.replicas_of(other) for other in tie)
+        ]
+
+    def _own_copies(self) -> list[Copy]:
+        return [(index, stage) for index, tie in enumerate(self._ties) for stage in tie if stage in self._parameters]
+
+    def _own_stages(self) -> set[int]:
+        return {stage for _, stage in self._own_copies()}
+
+    def _parameter(self, copy: Copy) -> nn.Parameter:
+        index, stage = copy
+        return self._parameters[stage][self._ties[index][stage]]
+
+    def _gradient(self, copy: Copy) -> Tensor | None:
+        return self._parameter(copy).grad
+
+
+def find_ties(
+    groups: Sequence[Sequence[str]], parameters: Mapping[int, Mapping[str, nn.Parameter]], transport: Transport
+) -> list[Tie]:
+    """Learn from all ranks which stages have the named parameters; a group that lies on one stage needs nothing."""
+    wanted = {name for group in groups for name in group}
+    own = {stage: sorted(wanted & set(names)) for stage, names in parameters.items()}
+    found: dict[str, set[int]] = {}
+    for data in transport.gather(json.dumps(own).encode()):
+        for stage, names in json.loads(data).items():
+            for name in names:
+                found.setdefault(name, set()).add(int(stage))
+    for name in sorted(wanted - set(found)):
+        raise ValueError(f"a tied weight is named as in named_parameters(): no stage has a parameter {name!r}")
+    ties = [{stage: name for name in group for stage in sorted(found[name])} for group in groups]
+    return [tie for tie in ties if len(tie) > 1]
+
+
+def add_up(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum in the given order, in new memory; None where nobody has any."""
+    total: Tensor | None = None
+    for gradient in gradients:
+        if gradient is not None:
+            total = gradient.clone() if total is None else total.add_(gradient)
+    return total
+
+
+def _channel(source: int, destination: int) -> Channel:
+    return Channel(source, destination, "tied")
+
+
+def _tensors(packed: Packed) -> Sequence[Tensor | None]:
+    tensors: Sequence[Tensor | None] = unpack(packed.layout.skeleton, packed.tensors)
+    return tensors
