@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import NoReturn
 
-from stagewright.cli import show_command, verify_command
+from stagewright.cli import compare_command, show_command, verify_command
 from stagewright.cli.settings import TrainSettings
 from stagewright.schedules import ScheduleError, add_arguments, from_arguments
 
@@ -15,6 +15,8 @@ OVERVIEW = """\
 examples:
   stagewright list                                       the schedules there are
   stagewright show 1f1b --ranks 4 --microbatches 8       who computes what, and when
+  stagewright compare --ranks 8 --microbatches 32        bubbles, stashes and sends of all schedules in one table
+  stagewright verify program.csv                         whether a program from elsewhere is legal
   stagewright train                                      a small GPT on 2 local processes
   stagewright train --schedule gpipe --ranks 4           the same model, another schedule
 
@@ -62,6 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("list", help="name the schedules, one line each", description="Name the schedules.")
     show_command.add_parser(commands)
+    compare_command.add_parser(commands)
     verify_command.add_parser(commands)
     _add_train(
         commands.add_parser(

@@ -1,4 +1,4 @@
-"""The `stagewright` command: list, show, train."""
+"""The `stagewright` command."""
 
 import argparse
 import os
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from stagewright.cli import show_command, verify_command
+from stagewright.cli import compare_command, show_command, verify_command
 from stagewright.cli.arguments import build_parser, is_first_rank, train_settings
 from stagewright.cli.show import list_schedules
 
@@ -27,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 0
             case "show":
                 return show_command.run(parsed)
+            case "compare":
+                return compare_command.run(parsed)
             case "verify":
                 return verify_command.run(parsed)
             case _:

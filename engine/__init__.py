@@ -2,8 +2,8 @@
 
 from stagewright.engine.batch import PerMicrobatch
 from stagewright.engine.context import RankContext, from_environment, under_torchrun
-from stagewright.engine.errors import PeerError
-from stagewright.engine.launch import RankError, launch_local
+from stagewright.engine.errors import PeerError, RankError
+from stagewright.engine.launch import launch_local
 from stagewright.engine.pipeline import Pipeline
 
 __all__ = ["PeerError", "PerMicrobatch", "Pipeline", "RankContext", "RankError", "from_environment", "launch_local", "under_torchrun"]

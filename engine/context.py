@@ -44,7 +44,7 @@ def default_transport(device: torch.device | None = None) -> Transport:
     """
     if not dist.is_initialized():
         return ThreadTransport(Hub(1), 0)
-    if dist.get_backend() == "nccl":
+    if "nccl" in dist.get_backend_config():
         return nccl_transport(device or torch.device("cuda", torch.cuda.current_device()))
     return GlooTransport(device=device)
 
@@ -73,7 +73,7 @@ def from_environment() -> Iterator[RankContext]:
     if not under_torchrun():
         raise ValueError("RANK and WORLD_SIZE are not set: start this with torchrun, or use launch_local")
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if "OMP_NUM_THREADS" not in os.environ or local_ranks > 1:
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # which is also what torchrun sets where nobody has said anything
         torch.set_num_threads(max(1, num_cores() // local_ranks))
     device = _own_device(local_ranks)
     shares_device = device.type == "cuda" and local_ranks > torch.cuda.device_count()
@@ -81,7 +81,10 @@ def from_environment() -> Iterator[RankContext]:
     transport = default_transport(device)
     try:
         yield context_of(transport)
-        dist.barrier()
+        transport.gather(b"")  # no rank goes while another may still need it
+    except BaseException as error:
+        transport.abort(f"rank {transport.rank} failed: {type(error).__name__}: {error}")
+        raise
     finally:
         transport.close()
         dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """Schedules as data: the order in which each rank computes, and all that follows from it without running it."""
 
 from stagewright.schedules import library
+from stagewright.schedules.agreements import insert_agreements
 from stagewright.schedules.arguments import add_arguments, from_arguments
 from stagewright.schedules.communication import insert_communication
 from stagewright.schedules.costs import Costs
@@ -32,6 +33,7 @@ __all__ = [
     "create",
     "find",
     "from_arguments",
+    "insert_agreements",
     "insert_communication",
     "library",
     "names",

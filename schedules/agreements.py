@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from stagewright.schedules.instructions import Instruction, ReduceGradient, ReduceTied, Step, SyncScalars
-from stagewright.schedules.program import Program
+from stagewright.schedules.program import Program, Stream
 from stagewright.schedules.updates import stages_finished
 
 
@@ -20,29 +20,37 @@ def insert_agreements(program: Program, *, tied_stages: Iterable[int] = (), scal
         scalars: whether an update needs a value that depends on every rank.
     """
     tied = frozenset(tied_stages)
-    streams = tuple(_insert(program, rank, tied, scalars) for rank in range(program.num_ranks))
-    return replace(program, streams=streams)
+    streams = []
+    for stream in program.streams:
+        with_tied = _insert_tied(stream, tied)
+        streams.append(_insert_scalars(with_tied) if scalars else with_tied)
+    return replace(program, streams=tuple(streams))
 
 
-def _insert(program: Program, rank: int, tied: frozenset[int], scalars: bool) -> tuple[Instruction, ...]:
+def _insert_tied(stream: Stream, tied: frozenset[int]) -> Stream:
     """Go through a stream backwards: an update's last gradient is then the first one met."""
     reversed_stream: list[Instruction] = []
     wanted: set[int] = set()
-    updating = False
-    for instruction in reversed(program.streams[rank]):
-        if isinstance(instruction, Step):
-            if instruction.stage in tied:
-                wanted.add(instruction.stage)
-            updating = True
-        elif updating:
-            updating = False
-            if scalars:
-                reversed_stream.append(SyncScalars())
+    for instruction in reversed(stream):
+        if isinstance(instruction, Step) and instruction.stage in tied:
+            wanted.add(instruction.stage)
         for stage in _completes(instruction) & wanted:
             reversed_stream.append(ReduceTied(stage))
             wanted.discard(stage)
         reversed_stream.append(instruction)
     return tuple(reversed(reversed_stream))
+
+
+def _insert_scalars(stream: Stream) -> Stream:
+    """Before the first STEP of each version."""
+    agreed: list[Instruction] = []
+    version = 0
+    for instruction in stream:
+        if isinstance(instruction, Step) and instruction.version > version:
+            version = instruction.version
+            agreed.append(SyncScalars())
+        agreed.append(instruction)
+    return tuple(agreed)
 
 
 def _completes(instruction: Instruction) -> set[int]:

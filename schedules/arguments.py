@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+from collections.abc import Sequence
 
 from stagewright.schedules.errors import ScheduleError
 from stagewright.schedules.registry import create
@@ -21,6 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser, *, schedule: str = "1f1b", nu
     )
     group.add_argument(
         "--schedule-module", metavar="MODULE", help="import this module first, for the schedules it registers"
+    )
+    group.add_argument(
+        "--schedule-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of the schedule's own, such as num_waves=2 (may be repeated)",
     )
     group.add_argument(
         "--ranks", type=int, default=num_ranks, metavar="P", help=f"ranks of the pipeline (default {num_ranks})"
@@ -51,6 +59,7 @@ def from_arguments(arguments: argparse.Namespace, **options: object) -> Schedule
         ScheduleError: the flags contradict each other, or select no valid schedule.
     """
     import_schedules(arguments.schedule_module)
+    options |= read_options(arguments.schedule_option)
     if arguments.chunks is not None:
         options["num_chunks"] = arguments.chunks
     return create(
@@ -71,6 +80,32 @@ def import_schedules(module: str | None) -> None:
             raise ScheduleError(f"--schedule-module {module}: {error}") from error
 
 
+def read_options(texts: Sequence[str]) -> dict[str, object]:
+    """The options that ``NAME=VALUE`` texts give: whole and other numbers and true/false as such, all else as text.
+
+    Raises:
+        ScheduleError: a text is not of that form.
+    """
+    options: dict[str, object] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise ScheduleError(f"an option of a schedule is written NAME=VALUE, such as num_waves=2: got {text!r}")
+        options[name] = _read_value(value)
+    return options
+
+
+def _read_value(text: str) -> object:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
 def _num_microbatches(arguments: argparse.Namespace) -> int:
     given: int | None = arguments.microbatches
     rows, batch = arguments.micro_batch_size, arguments.global_batch_size
@@ -83,7 +118,8 @@ def _num_microbatches(arguments: argparse.Namespace) -> int:
         )
     if rows < 1 or batch % rows:
         raise ScheduleError(
-            f"the global batch is a whole number of microbatches: got --global-batch-size {batch} with --micro-batch-size {rows}"
+            f"the global batch is a whole number of microbatches: got --global-batch-size {batch} with "
+            f"--micro-batch-size {rows}"
         )
     count: int = batch // rows
     if given is not None and given != count:

@@ -140,7 +140,7 @@ class ReduceTied(_OfStage):
 
 @dataclass(frozen=True, slots=True)
 class SyncScalars:
-    """every rank learns the gradient norm, the overflow flag and the loss scale."""
+    """tell all ranks this one's part of norm, overflow and count; the steps wait for the parts of all."""
 
     def __str__(self) -> str:
         return "SYNC_SCALARS"

@@ -41,7 +41,7 @@ def waits_of(table: Table, *, rendezvous: bool = False) -> Waits:
     A forward waits for the send of its activation, a backward for the send of its gradient; in a program
     without communication they wait for the computation itself. Under rendezvous sends, a send also waits
     until its receive was posted. A STEP waits for the reductions that its gradient takes part in, on all
-    ranks that share them, SYNC_SCALARS for every rank to arrive at its own.
+    ranks that share them, and where there are scalars for those of every rank.
     """
     first = [-1] * len(table)
     width = table.num_microbatches
@@ -61,45 +61,27 @@ def waits_of(table: Table, *, rendezvous: bool = False) -> Waits:
             if row >= 0 and key >= width:
                 first[row] = table.receive_gradient[key - width]
     more: dict[int, list[int]] = {row: [first[row + 1]] for row in table.fused if first[row + 1] >= 0}
-    for row, others in (*_waits_of_steps(table), *_waits_of_scalars(table)):
+    for row, others in _waits_of_steps(table):
         if others:
             more.setdefault(row, []).extend(others)
     return Waits(first, more)
 
 
 def _waits_of_steps(table: Table) -> list[tuple[int, list[int]]]:
-    """Each STEP waits for the reductions of its turn on the other ranks: of its stage, and of tied weights."""
-    reductions: dict[int, dict[int, list[int]]] = {}
-    tied: dict[tuple[int, int], list[int]] = {}
-    for row in table.others:
-        stage, rank = table.stage[row], table.rank[row]
-        if table.operation[row] == REDUCE_GRADIENT:
-            reductions.setdefault(stage, {}).setdefault(rank, []).append(row)
-        elif table.operation[row] == REDUCE_TIED:
-            tied.setdefault((stage, rank), []).append(row)
+    """Each STEP waits for what its turn needs of other ranks: the sums over replicas and ties, and the scalars."""
+    reductions, tied = table.rows_of(REDUCE_GRADIENT), table.rows_of(REDUCE_TIED)
+    scalars = list(table.rows_of(SYNC_SCALARS).values())
+    replicas: dict[int, list[list[int]]] = {}
+    for (_, stage), rows in reductions.items():
+        replicas.setdefault(stage, []).append(rows)
     waits: list[tuple[int, list[int]]] = []
     for row in table.others:
-        if table.operation[row] == STEP:
-            stage, rank, turn = table.stage[row], table.rank[row], table.version[row] - 1
-            together = list(reductions.get(stage, {}).values())
-            together += tied.values() if (stage, rank) in tied else ()
-            waits.append(
-                (row, [rows[turn] for rows in together if 0 <= turn < len(rows) and table.rank[rows[0]] != rank])
-            )
-    return waits
-
-
-def _waits_of_scalars(table: Table) -> list[tuple[int, list[int]]]:
-    """Each SYNC_SCALARS waits until every rank has done all that stands before its own: the row in front of it."""
-    syncs: dict[int, list[int]] = {}
-    for row in table.others:
-        if table.operation[row] == SYNC_SCALARS:
-            syncs.setdefault(table.rank[row], []).append(row)
-    waits: list[tuple[int, list[int]]] = []
-    for turn in range(max(map(len, syncs.values()), default=0)):
-        together = [rows[turn] for rows in syncs.values() if turn < len(rows)]
-        before = [row - 1 for row in together if row - 1 >= table.first_row[table.rank[row]]]
-        waits += [(row, [other for other in before if other != row - 1]) for row in together]
+        if table.operation[row] != STEP:
+            continue
+        rank, stage, turn = table.rank[row], table.stage[row], table.version[row] - 1
+        together = replicas.get(stage, []) + scalars + (list(tied.values()) if (rank, stage) in tied else [])
+        others = [rows[turn] for rows in together if 0 <= turn < len(rows)]
+        waits.append((row, [other for other in others if table.rank[other] != rank]))
     return waits
 
 

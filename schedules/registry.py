@@ -84,6 +84,7 @@ def create(name: str, *, num_ranks: int, num_microbatches: int, **options: objec
     schedule = kind(num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
     if num_chunks is not None and schedule.placement.num_chunks != num_chunks:
         raise ScheduleError(
-            f"{kind.name} gives each rank {schedule.placement.num_chunks} stage(s): got num_chunks={num_chunks}; leave it out"
+            f"{kind.name} gives each rank {schedule.placement.num_chunks} stage(s): got num_chunks={num_chunks}; "
+            "leave it out"
         )
     return schedule

@@ -41,7 +41,7 @@ def update_after_batch(
     return [*updated, *order[start:], *(Step(stage, version) for stage in stages)]
 
 
-def stages_finished(instruction: Computation | Overlap) -> tuple[int, ...]:
+def stages_finished(instruction: Instruction) -> tuple[int, ...]:
     """The stage whose weight gradient an instruction adds to, if it does."""
     match instruction:
         case Backward(stage) | WeightGradient(stage):

@@ -1,4 +1,4 @@
-"""Variants of the training program: forwards alone for evaluation, gradients alone for trainers that step themselves."""
+"""Variants of the training program: forwards alone, to evaluate, and gradients alone, for trainers that step."""
 
 from dataclasses import replace
 

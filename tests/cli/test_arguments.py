@@ -35,6 +35,10 @@ from stagewright.schedules import create
         ("train --steps ten", "argument --steps: a whole number from 1 up is needed: got 'ten'"),
         ("train --lr -1", "argument --lr: a number above 0 is needed: got '-1'"),
         ("train --lr fast", "argument --lr: a number above 0 is needed: got 'fast'"),
+        ("train --sample= --steps 2", "argument --sample: a text with at least one byte is needed: got ''"),
+        ("train --sample-bytes 0", "argument --sample-bytes: a whole number from 1 up is needed: got '0'"),
+        ("train --temperature -1", "argument --temperature: a number from 0 up is needed: got '-1'"),
+        ("train --temperature warm", "argument --temperature: a number from 0 up is needed: got 'warm'"),
         ("train --no-such-flag", "unrecognized arguments: --no-such-flag"),
         ("train --batch-size 8 --global-batch-size 16", "--batch-size 8 contradicts --global-batch-size 16"),
         ("train --micro-batch-size 5", "got --global-batch-size 16 with --micro-batch-size 5"),
@@ -71,7 +75,8 @@ def test_the_defaults_are_those_of_the_settings() -> None:
 def test_every_flag_reaches_its_setting() -> None:
     flags = (
         "--schedule gpipe --ranks 3 --microbatches 5 --data text --sequence 32 --batch-size 10 --layers 6 --hidden 48 "
-        "--heads 2 --dropout 0.1 --steps 7 --lr 0.01 --seed 3 --metrics out.jsonl --quiet"
+        "--heads 2 --dropout 0.1 --steps 7 --lr 0.01 --seed 3 --sample def class --sample-bytes 9 --temperature 0 "
+        "--metrics out.jsonl --quiet"
     )
     assert settings(*flags.split()) == TrainSettings(
         schedule=create("gpipe", num_ranks=3, num_microbatches=5),
@@ -85,6 +90,9 @@ def test_every_flag_reaches_its_setting() -> None:
         steps=7,
         lr=0.01,
         seed=3,
+        sample=("def", "class"),
+        sample_bytes=9,
+        temperature=0.0,
         metrics=Path("out.jsonl"),
         quiet=True,
     )

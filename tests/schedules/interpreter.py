@@ -299,16 +299,13 @@ class Rank:
         illegal_if(self.gradients[stage, update] != here, f"update {update} of stage {stage} has not all its gradients")
 
     def sync(self) -> None:
-        """The norm of all gradients of an update: every rank's are complete, and summed over replicas and ties."""
-        if not self.under_way:
-            update = self.syncs + 1
-            for stage in self.stages:
-                self.complete(stage, update)
-                self.needs_sums(stage, update)
-                illegal_if(self.weights[stage][-1] >= update, "the step was made without the scalars")
-            self.syncs += 1
-            self.under_way = True
-        block_if(any(rank.syncs < self.syncs for rank in self.world.ranks))
+        """This rank's part of the norm of an update: its gradients are complete, and summed over replicas and ties."""
+        update = self.syncs + 1
+        for stage in self.stages:
+            self.complete(stage, update)
+            self.needs_sums(stage, update)
+            illegal_if(self.weights[stage][-1] >= update, "the step was made without the scalars")
+        self.syncs += 1
 
     def needs_sums(self, stage: int, update: int) -> None:
         """This rank has issued the reductions of an update."""
@@ -324,6 +321,8 @@ class Rank:
         self.needs_sums(stage, version)
         illegal_if(self.world.scalars and self.syncs < version, "a step without its scalars")
         ranks = self.world.ranks
+        if self.world.scalars:
+            block_if(any(rank.syncs < version for rank in ranks))
         block_if(any(ranks[holder].reductions[stage] < version for holder in self.world.holders(stage) - {self.rank}))
         if (self.rank, stage) in self.world.tied:
             block_if(any(ranks[rank].ties[other] < version for rank, other in self.world.tied))

@@ -1,0 +1,87 @@
+"""Launch, threads: the ranks of a pipeline as threads of this process."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from stagewright.engine.context import RankContext, context_of
+from stagewright.engine.errors import PeerError, RankError
+from stagewright.engine.transport.contract import Transport
+from stagewright.engine.transport.threads import Hub
+
+
+def run_threads(
+    function: Callable[..., Any], hub: Hub, transports: Sequence[Transport], args: tuple[Any, ...]
+) -> list[Any]:
+    """Run ``function(context, *args)`` in a thread a rank and return what each returned, in the order of ranks.
+
+    Args:
+        function: gets a RankContext.
+        hub: where the ranks learn that another one has failed or returned.
+        transports: one a rank.
+        args: further arguments of the function.
+
+    Raises:
+        Exception: what the first failing rank raised. It is raised once all ranks have ended: one that waits for
+            another is woken, one that computes gets to its next message first.
+    """
+    failures: list[BaseException] = []
+    ranks = [_ThreadRank(function, hub, context_of(transport), args, failures) for transport in transports]
+    threads = [
+        threading.Thread(target=rank.run, name=f"stagewright rank {rank.context.rank}", daemon=True) for rank in ranks
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        hub.fail("the launcher was interrupted")
+        for thread in threads:
+            thread.join()
+        raise
+    if failures:
+        raise next((error for error in failures if not isinstance(error, PeerError)), failures[0])
+    return [rank.result for rank in ranks]
+
+
+class _ThreadRank:
+    """One rank as a thread.
+
+    Args:
+        function, args: what to run.
+        hub: where to tell the others how it ended.
+        context: of this rank.
+        failures: the errors of all ranks, in the order in which they were raised.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        hub: Hub,
+        context: RankContext,
+        args: tuple[Any, ...],
+        failures: list[BaseException],
+    ) -> None:
+        self.context = context
+        self.result: Any = None
+        self._function, self._args = function, args
+        self._hub = hub
+        self._failures = failures
+
+    def run(self) -> None:
+        """Run the function, and tell the others that it has ended or failed."""
+        rank = self.context.rank
+        try:
+            self.result = self._function(self.context, *self._args)
+            self._hub.leave(rank)
+        except BaseException as error:
+            self._failures.append(error if isinstance(error, Exception) else _as_rank_error(rank, error))
+            self.context.transport.abort(f"rank {rank} failed: {type(error).__name__}: {error}")
+
+
+def _as_rank_error(rank: int, error: BaseException) -> RankError:
+    """What ends a program or an interpreter must not pass for the launcher's own end."""
+    failure = RankError(f"rank {rank} ended with {type(error).__name__}({error})")
+    failure.__cause__ = error
+    return failure
