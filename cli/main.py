@@ -10,6 +10,7 @@ from rich.console import Console
 from stagewright.cli import compare_command, show_command, verify_command
 from stagewright.cli.arguments import build_parser, is_first_rank, train_settings
 from stagewright.cli.show import list_schedules
+from stagewright.schedules import ScheduleError
 
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -40,7 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_train(parsed: argparse.Namespace) -> int:
-    """Check what was asked for, then train. Only the check's errors are the user's; later ones keep their traceback."""
+    """Check what was asked for, then train.
+
+    The errors of the check are the user's, and so is a schedule that the engine turns out unable to run; all else that
+    goes wrong later keeps its traceback.
+    """
     try:
         settings = train_settings(parsed)
         from stagewright.cli import train_command  # late, because torch takes seconds to import
@@ -48,7 +53,10 @@ def run_train(parsed: argparse.Namespace) -> int:
         corpus = train_command.check(settings)
     except ValueError as error:
         return complain("train", error)
-    train_command.run(settings, corpus, Console())
+    try:
+        train_command.run(settings, corpus, Console())
+    except ScheduleError as error:
+        return complain("train", error)
     return 0
 
 

@@ -6,4 +6,13 @@ from stagewright.engine.errors import PeerError, RankError
 from stagewright.engine.launch import launch_local
 from stagewright.engine.pipeline import Pipeline
 
-__all__ = ["PeerError", "PerMicrobatch", "Pipeline", "RankContext", "RankError", "from_environment", "launch_local", "under_torchrun"]
+__all__ = [
+    "PeerError",
+    "PerMicrobatch",
+    "Pipeline",
+    "RankContext",
+    "RankError",
+    "from_environment",
+    "launch_local",
+    "under_torchrun",
+]

@@ -1,14 +1,13 @@
 """Agreement: what an update depends on and no rank knows alone: the loss's count, the gradient norm, an overflow."""
 
+import dataclasses
 import math
-import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
-from stagewright.engine.transport.contract import Transport
+import torch
 
-_SCALARS: Final = struct.Struct("<4d??")
+from stagewright.engine.transport.contract import Channel, Receipt, Transport
+from stagewright.engine.value import pack
 
 
 @dataclass(frozen=True)
@@ -35,18 +34,57 @@ class Scalars:
         return math.sqrt(max(self.earlier + 2 * factor * self.mixed + factor * factor * self.new, 0.0))
 
 
-def agree(own: Scalars, transport: Transport) -> Scalars:
-    """The scalars of all ranks together, added in the order of ranks: the same number everywhere."""
-    data = _SCALARS.pack(own.count, own.earlier, own.mixed, own.new, own.counts, own.overflow)
-    of_ranks = [Scalars(*_SCALARS.unpack(other)) for other in transport.gather(data)]
-    return Scalars(
-        sum(scalars.count for scalars in of_ranks),
-        sum(scalars.earlier for scalars in of_ranks),
-        sum(scalars.mixed for scalars in of_ranks),
-        sum(scalars.new for scalars in of_ranks),
-        any(scalars.counts for scalars in of_ranks),
-        any(scalars.overflow for scalars in of_ranks),
-    )
+class Agreement:
+    """Takes every rank's scalars to all others; one is told, and later heard, at a time.
+
+    Args:
+        transport: connects the ranks.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport.host
+        self._rank = transport.rank
+        self._others = [rank for rank in range(transport.num_ranks) if rank != transport.rank]
+        self._told: Scalars | None = None
+        pairs = [(one, other) for one in range(transport.num_ranks) for other in range(transport.num_ranks)]
+        self._transport.open([_channel(*pair) for pair in pairs if pair[0] != pair[1]])
+        self._receipts: list[Receipt] = []
+
+    def tell(self, own: Scalars) -> None:
+        """Send this rank's part on its way."""
+        self._told = own
+        numbers = pack(torch.tensor(dataclasses.astuple(own), dtype=torch.float64), f"rank {self._rank}", "scalars")
+        self._receipts = [self._transport.post(_channel(other, self._rank), 0, 0) for other in self._others]
+        for other in self._others:
+            self._transport.send(_channel(self._rank, other), numbers, 0, 0)
+
+    def clear(self) -> None:
+        """Forget what was told, after a failure."""
+        self._told = None
+        self._receipts = []
+
+    def hear(self) -> Scalars | None:
+        """Those of all ranks, added in the order of ranks and so the same everywhere; None if none were told."""
+        if self._told is None:
+            return None
+        of_ranks = {self._rank: self._told}
+        for other, receipt in zip(self._others, self._receipts):
+            count, earlier, mixed, new, counts, overflow = receipt.wait().tensors[0].tolist()
+            of_ranks[other] = Scalars(count, earlier, mixed, new, bool(counts), bool(overflow))
+        self._told = None
+        in_order = [of_ranks[rank] for rank in sorted(of_ranks)]
+        return Scalars(
+            sum(scalars.count for scalars in in_order),
+            sum(scalars.earlier for scalars in in_order),
+            sum(scalars.mixed for scalars in in_order),
+            sum(scalars.new for scalars in in_order),
+            any(scalars.counts for scalars in in_order),
+            any(scalars.overflow for scalars in in_order),
+        )
+
+
+def _channel(source: int, destination: int) -> Channel:
+    return Channel(source, destination, "scalars")
 
 
 class LossScale:
@@ -66,6 +104,21 @@ class LossScale:
         self.growth_interval = growth_interval
         self.num_good_steps = 0
 
+    @classmethod
+    def of(cls, wanted: float | str | None) -> "LossScale | None":
+        """The scale that a user asks for: a fixed one by its number, or "dynamic"; None for none.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        if wanted is None:
+            return None
+        if wanted == "dynamic":
+            return cls()
+        if isinstance(wanted, int | float) and math.isfinite(wanted) and wanted > 0:
+            return cls(float(wanted), dynamic=False)
+        raise ValueError(f'loss_scale is a positive number or "dynamic": got {wanted!r}')
+
     def update(self, *, overflow: bool) -> None:
         """Note whether a step overflowed."""
         if not self.dynamic:
@@ -75,4 +128,3 @@ class LossScale:
             self.value = max(self.value / 2, 1.0)
         elif self.num_good_steps == self.growth_interval:
             self.value, self.num_good_steps = self.value * 2, 0
-

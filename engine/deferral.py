@@ -8,7 +8,7 @@ gradient, and no forward runs twice. What is in no table, or has hooks on its we
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -113,10 +113,11 @@ class Deferring(TorchFunctionMode):
             call = read(*args, **kwargs)
             if call is not None and _can_defer(*call[1:]):
                 return _DeferredOperation.apply(*call, self._deferred)  # type: ignore[no-untyped-call]
-        elif func is _ATTENTION:
-            with self:
-                return _ATTENTION_INSIDE(*args, **kwargs)
-        return func(*args, **kwargs)
+        inside = _TRANSPARENT.get(func)
+        if inside is None:
+            return func(*args, **kwargs)
+        with self:
+            return inside(*args, **kwargs)
 
 
 def _can_defer(x: Any, weight: Any, bias: Any) -> bool:
@@ -171,18 +172,34 @@ class _DeferredOperation(torch.autograd.Function):
         return None, dx, dw, db, None
 
 
+def _never(*_: object) -> bool:
+    return False
+
+
+_GUARDS: Final = {"has_torch_function": _never, "has_torch_function_unary": _never}
+
+
 def _without_guard(function: Any) -> Callable[..., Any]:
     """The same function for calls inside a mode.
 
     What torch has written in Python asks first whether there is a mode, and hands itself to it whole; so the mode would
-    never see the operations inside. This copy never asks.
+    not see what happens inside. This copy never asks.
     """
-    return FunctionType(function.__code__, {**function.__globals__, "has_torch_function": _never}, function.__name__)
+    inside = FunctionType(function.__code__, {**function.__globals__, **_GUARDS}, function.__name__)
+    inside.__defaults__, inside.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    return inside
 
 
-def _never(_: object) -> bool:
-    return False
-
-
-_ATTENTION: Final = functional.multi_head_attention_forward
-_ATTENTION_INSIDE: Final = _without_guard(_ATTENTION)
+# Inside these run linears, or forwards that a checkpoint repeats: there the mode must be on as it was the first time.
+_TRANSPARENT: Final[Mapping[Any, Callable[..., Any]]] = MappingProxyType(
+    {
+        function: _without_guard(function)
+        for function in (
+            functional.multi_head_attention_forward,
+            torch.autograd.grad,
+            torch.autograd.backward,
+            Tensor.backward,
+        )
+        if _GUARDS.keys() & set(function.__code__.co_names)
+    }
+)

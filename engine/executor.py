@@ -5,67 +5,41 @@ microbatch: ``_forward`` takes its letter, runs the stage and puts the letter fo
 SEND takes it; ``_backward``, or ``_input_gradient`` and ``_weight_gradient``, do the same with gradients.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from time import perf_counter
-from typing import Any, assert_never
+from typing import assert_never
 
 import torch
 
 from stagewright.engine.errors import PeerError
-from stagewright.engine.loss import BatchLoss
+from stagewright.engine.gradients import Gradients
 from stagewright.engine.mail import Mail
 from stagewright.engine.randomness import Seeds
-from stagewright.engine.replicas import Replicas
-from stagewright.engine.stage import Gradients, Stage, gradients_as_value, gradients_of_value
+from stagewright.engine.run import Run
+from stagewright.engine.stage import Gradients as StageGradients
+from stagewright.engine.stage import Stage, gradients_as_value, gradients_of_value
 from stagewright.engine.transport.contract import Session, Transport
 from stagewright.engine.updater import Updater
-from stagewright.engine.value import Layout, Packed, Value, pack
+from stagewright.engine.value import pack_input
 from stagewright.schedules import Instruction, Program
 from stagewright.schedules import instructions as ins
 
 Action = Callable[[], None]
 
 
-class Run:
-    """What one run of a program works on and brings forth.
-
-    Args:
-        step: counts the batches, for the random numbers.
-        inputs: one a microbatch, on ranks that own the first stage.
-        keywords: further arguments of the stages, one dict a microbatch.
-        loss: gathers the losses; None where only outputs are wanted.
-        train: gradients are wanted.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        inputs: Sequence[Value],
-        keywords: Sequence[Mapping[str, Value]],
-        loss: BatchLoss | None,
-        *,
-        train: bool,
-    ) -> None:
-        self.step = step
-        self.inputs = inputs
-        self.keywords = keywords
-        self.loss = loss
-        self.train = train
-        self.outputs: dict[int, Value] = {}
-        self.times: list[tuple[float, float]] = []
-
-
 class Executor:
     """One rank's stream, compiled.
 
     Args:
-        program: a verified program.
+        program: a verified program, or a piece of one.
         stages: this rank's stages by index.
         transport: connects the ranks.
-        updater: steps the optimizer.
+        gradients: of this rank, summed over copies where the program says so.
+        updater: makes new weights where the program says so.
         seeds: of the random numbers of the stages.
         fixed_shapes: every run has the shapes of the first; some transports are faster then.
+        mail: what is in flight between pieces of one program; of its own where left out.
     """
 
     def __init__(
@@ -73,22 +47,26 @@ class Executor:
         program: Program,
         stages: Mapping[int, Stage],
         transport: Transport,
+        gradients: Gradients,
         updater: Updater,
         seeds: Seeds,
         *,
         fixed_shapes: bool = False,
+        mail: Mail | None = None,
     ) -> None:
         self.program = program
         self._transport = transport
         self._stages = stages
+        self._gradients = gradients
         self._updater = updater
         self._seeds = seeds
-        self._mail = Mail(program, transport)
-        self._replicas = Replicas(program, {index: stage.module for index, stage in stages.items()}, transport)
+        self._goes_on = mail is not None
+        self._mail = mail or Mail(program, transport)
         self._session = Session(fixed_shapes)
         self._run: Run
         self._started = 0.0
         self._stream = program.streams[transport.rank]
+        self._updates = any(isinstance(instruction, ins.Step) for instruction in self._stream)
         self._actions = self._compile()
 
     def run(self, run: Run) -> None:
@@ -99,25 +77,31 @@ class Executor:
             Exception: whatever a stage, the loss or the optimizer raises, with a note that says where.
         """
         self._run = run
-        self._transport.begin(self._session)
-        self._replicas.begin()
+        self._mail.later = run.later_microbatches
         times = run.times
         try:
+            if not self._goes_on:
+                self._transport.begin(self._session)
+            if run.train:
+                self._updater.begin()
             with torch.set_grad_enabled(run.train):
                 for action in self._actions:
                     self._started = perf_counter()
                     action()
                     times.append((self._started, perf_counter()))
-            self._replicas.finish_all()
-            self._transport.end()
+            if run.train and not self._updates:
+                self._updater.finish_accumulating()
+            if not self._goes_on:
+                self._transport.end()
         except BaseException as error:
             self._fail(error, len(times))
             raise
-        assert self._mail.is_empty, "a verified program leaves nothing behind"
+        assert self._goes_on or self._mail.is_empty, "a verified program leaves nothing behind"
 
     def _fail(self, error: BaseException, index: int) -> None:
         """Say where, tell the other ranks, and leave nothing behind that a later run could trip over."""
         self._mail.clear()
+        self._updater.clear()
         for stage in self._stages.values():
             stage.clear()
         if isinstance(error, PeerError):
@@ -137,15 +121,15 @@ class Executor:
 
     def _bind(self, instruction: Instruction, num_left: dict[int, int]) -> Action:
         match instruction:
-            case ins.Forward(stage, microbatch):
+            case ins.Forward(stage, microbatch, version):
                 num_left[stage] += 1
-                return partial(self._forward, self._stages[stage], microbatch, num_left[stage] - 1)
-            case ins.Backward(stage, microbatch):
-                return partial(self._backward, self._stages[stage], microbatch)
-            case ins.InputGradient(stage, microbatch):
-                return partial(self._input_gradient, self._stages[stage], microbatch)
-            case ins.WeightGradient(stage, microbatch):
-                return partial(self._weight_gradient, self._stages[stage], microbatch)
+                return partial(self._forward, self._stages[stage], microbatch, version or 0, num_left[stage] - 1)
+            case ins.Backward(stage, microbatch, version):
+                return partial(self._backward, self._stages[stage], microbatch, version or 0)
+            case ins.InputGradient(stage, microbatch, version):
+                return partial(self._input_gradient, self._stages[stage], microbatch, version or 0)
+            case ins.WeightGradient(stage, microbatch, version):
+                return partial(self._weight_gradient, self._stages[stage], microbatch, version or 0)
             case ins.Overlap(forward, backward):
                 return partial(self._overlap, self._bind(forward, num_left), self._bind(backward, num_left))
             case ins.SendActivation(stage, microbatch):
@@ -157,50 +141,58 @@ class Executor:
             case ins.ReceiveGradient(stage, microbatch):
                 return self._mail.receiver((False, stage, microbatch))
             case ins.ReduceGradient(stage):
-                return partial(self._replicas.start, stage)
-            case ins.Step(stage):
-                return partial(self._step, stage)
+                return partial(self._gradients.reduce, stage)
+            case ins.ReduceTied(stage):
+                return partial(self._gradients.reduce_tied, stage)
+            case ins.SyncScalars():
+                return self._tell_scalars
+            case ins.Step(_, version):
+                return partial(self._step, version)
             case ins.Unshard() | ins.Reshard():
                 return _nothing  # every rank holds its stages whole
-            case ins.ReduceTied() | ins.SyncScalars():
-                raise NotImplementedError(f"the engine does not run {instruction} yet")
             case _:
                 assert_never(instruction)
 
-    def _forward(self, stage: Stage, microbatch: int, num_left: int) -> None:
+    def _forward(self, stage: Stage, microbatch: int, version: int, num_left: int) -> None:
         """activation[stage] = stage(activation[stage - 1])."""
         run, index = self._run, stage.index
-        if index:
-            received = self._mail.take((True, index, microbatch))
-        else:
-            received = _without_gradient(pack(run.inputs[microbatch], "the batch", "x"))
+        microbatch += run.later_microbatches
+        of_batch = microbatch - run.first
+        received = self._mail.take((True, index, microbatch)) if index else pack_input(run.inputs[of_batch])
         self._started = perf_counter()
         with self._transport.baton, self._seeds:
-            output = stage.forward(microbatch, run.step, received, run.keywords[microbatch], num_left)
+            stage.weights.use(version + run.later_versions)
+            output = stage.forward(microbatch, (run.step, of_batch), received, run.keywords[of_batch], num_left)
             if index < self.program.num_stages - 1:
                 self._mail.put((True, index + 1, microbatch), stage.hand_on(microbatch, output))
             elif run.loss is None:
-                run.outputs[microbatch] = output
+                run.outputs[of_batch] = output
             else:
-                loss = run.loss.of(microbatch, output)
-                stage.end_with(microbatch, loss, run.loss.shares[microbatch])
+                with stage.autocasting():
+                    loss, gradient = run.loss.of(of_batch, output)
+                stage.end_with(microbatch, loss, gradient * self._updater.scale)
 
-    def _backward(self, stage: Stage, microbatch: int) -> None:
+    def _backward(self, stage: Stage, microbatch: int, version: int) -> None:
         """dx, dw = gradients at dy; weights.grad += dw."""
+        microbatch += self._run.later_microbatches
         dy = self._gradients_for(stage, microbatch)
         with self._transport.baton, self._seeds:
-            self._pass_back(stage, microbatch, stage.backward(microbatch, dy))
+            dx = stage.backward(microbatch, dy, *self._numbers(microbatch, version))
+            self._pass_back(stage, microbatch, dx)
 
-    def _input_gradient(self, stage: Stage, microbatch: int) -> None:
+    def _input_gradient(self, stage: Stage, microbatch: int, version: int) -> None:
         """dx = gradient at dy."""
+        microbatch += self._run.later_microbatches
         dy = self._gradients_for(stage, microbatch)
         with self._transport.baton, self._seeds:
-            self._pass_back(stage, microbatch, stage.input_gradient(microbatch, dy))
+            dx = stage.input_gradient(microbatch, dy, *self._numbers(microbatch, version))
+            self._pass_back(stage, microbatch, dx)
 
-    def _weight_gradient(self, stage: Stage, microbatch: int) -> None:
+    def _weight_gradient(self, stage: Stage, microbatch: int, version: int) -> None:
         """weights.grad += dw."""
+        microbatch += self._run.later_microbatches
         with self._transport.baton:
-            stage.weight_gradient(microbatch)
+            stage.weight_gradient(microbatch, *self._numbers(microbatch, version))
 
     def _overlap(self, forward: Action, backward: Action) -> None:
         """A fused pair: one after the other here, with nothing in between."""
@@ -209,14 +201,25 @@ class Executor:
         backward()
         self._started = started
 
-    def _step(self, stage: int) -> None:
-        """weights = optimizer(weights, weights.grad)."""
-        self._replicas.finish(stage)
-        self._started = perf_counter()
-        with self._transport.baton:
-            self._updater.step()
+    def _tell_scalars(self) -> None:
+        """Tell all ranks what they must know of this one's gradients and losses."""
+        loss = self._run.loss
+        self._updater.tell(None if loss is None else loss.means())
 
-    def _gradients_for(self, stage: Stage, microbatch: int) -> Gradients | None:
+    def _step(self, version: int) -> None:
+        """weights[version] = optimizer(weights[version - 1], weights.grad)."""
+        version += self._run.later_versions
+        if self._updater.is_due(version):
+            self._started = perf_counter()
+            with self._transport.baton:
+                self._updater.step(version)
+
+    def _numbers(self, microbatch: int, version: int) -> tuple[int, int]:
+        """The weight version of a backward, and the update that its weight gradients go into."""
+        update = microbatch // self.program.updates.microbatches_per_update + 1
+        return version + self._run.later_versions, update
+
+    def _gradients_for(self, stage: Stage, microbatch: int) -> StageGradients | None:
         """dy, once it has arrived; None on the last stage, which starts from its loss."""
         if stage.index == self.program.num_stages - 1:
             return None
@@ -224,17 +227,10 @@ class Executor:
         self._started = perf_counter()
         return gradients_of_value(letter)
 
-    def _pass_back(self, stage: Stage, microbatch: int, dx: Gradients) -> None:
+    def _pass_back(self, stage: Stage, microbatch: int, dx: StageGradients) -> None:
         if stage.index:
             self._mail.put((False, stage.index - 1, microbatch), gradients_as_value(dx))
 
 
 def _nothing() -> None:
     """Nothing is to be done."""
-
-
-def _without_gradient(packed: Packed) -> Packed:
-    """The user's input: no gradient goes back for it."""
-    layout = packed.layout
-    plain: Any = (False,) * len(layout.differentiable)
-    return Packed(Layout(layout.skeleton, layout.dtypes, layout.shapes, plain), packed.tensors)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from stagewright.engine.agreement import Scalars
 from stagewright.engine.replicas import Replicas
 from stagewright.engine.ties import Ties
-from stagewright.engine.weights import Weights
+from stagewright.engine.weights import StageWeights
 from stagewright.schedules import Placement
 
 
@@ -20,28 +20,30 @@ class Gradients:
     and ties, and the division by what a loss averages over, concern the new ones alone.
 
     Args:
-        weights: whose gradients.
+        weights: whose gradients, by stage.
         replicas, ties: sum them over copies on other ranks.
         placement, rank: tell which rank counts a replicated weight in a norm.
     """
 
-    def __init__(self, weights: Weights, replicas: Replicas, ties: Ties, placement: Placement, rank: int) -> None:
-        self._weights = weights
+    def __init__(
+        self, weights: Mapping[int, StageWeights], replicas: Replicas, ties: Ties, placement: Placement, rank: int
+    ) -> None:
         self._replicas = replicas
         self._ties = ties
         self._earlier: dict[nn.Parameter, Tensor] = {}
+        self._all = [parameter for of_stage in weights.values() for parameter in of_stage.trained.values()]
         repeated = ties.repeated()
         self._counted = [
             parameter
-            for stage, trained in weights.trained.items()
+            for stage, of_stage in weights.items()
             if placement.replicas_of(stage)[0] == rank
-            for parameter in trained.values()
+            for parameter in of_stage.trained.values()
             if parameter not in repeated
         ]
 
     def begin(self) -> None:
         """Set aside what earlier batches left."""
-        for parameter in self._weights.all():
+        for parameter in self._all:
             if parameter.grad is not None:
                 self._earlier[parameter] = parameter.grad
                 parameter.grad = None
@@ -60,43 +62,44 @@ class Gradients:
         self._replicas.finish_all()
         self._ties.finish()
 
-    def measure(self, count: float, *, counts: bool) -> Scalars:
-        """What this rank contributes to the agreement on the update."""
-        own = [(self._earlier.get(parameter), parameter.grad) for parameter in self._counted]
-        new = _dot([(n, n) for _, n in own])
-        earlier = _dot([(e, e) for e, _ in own])
-        mixed = _dot([(e, n) for e, n in own])
-        overflow = not all(math.isfinite(value) for value in (new, earlier, mixed))
-        return Scalars(count, earlier, mixed, new, counts, overflow)
+    def measure(self) -> Scalars:
+        """What this rank contributes to the norm of all ranks' gradients."""
+        pairs = [(self._earlier.get(parameter), parameter.grad) for parameter in self._counted]
+        new = _sum_of_products([(n, n) for _, n in pairs])
+        earlier = _sum_of_products([(e, e) for e, _ in pairs])
+        mixed = _sum_of_products(pairs)
+        overflow = not all(map(math.isfinite, (new, earlier, mixed)))
+        return Scalars(earlier=earlier, mixed=mixed, new=new, overflow=overflow)
 
     def settle(self, factor: float = 1.0) -> None:
         """Multiply the new gradients by a factor and add those that were set aside."""
-        new = [parameter.grad for parameter in self._weights.all() if parameter.grad is not None]
-        if factor != 1.0 and new:
-            torch._foreach_mul_(new, factor)
+        self.scale(factor)
         for parameter, earlier in self._earlier.items():
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._earlier.clear()
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients by a factor."""
-        gradients = [parameter.grad for parameter in self._weights.all() if parameter.grad is not None]
+        """Multiply the gradients by a factor."""
+        gradients = [parameter.grad for parameter in self._all if parameter.grad is not None]
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
 
     def drop(self) -> None:
         """Forget all gradients, those set aside too."""
         self._earlier.clear()
-        for parameter in self._weights.all():
+        for parameter in self._all:
             parameter.grad = None
 
+    def forget_batch(self) -> None:
+        """Forget the sums of a batch that has failed."""
+        self._replicas.clear()
+        self._ties.clear()
 
-def _dot(pairs: list[tuple[Tensor | None, Tensor | None]]) -> float:
-    """The sum of all products, in double precision."""
-    products = [
-        torch.linalg.vecdot(left.flatten(), right.flatten()).double() if left.numel() else None
-        for left, right in pairs
-        if left is not None and right is not None
-    ]
-    found = [product for product in products if product is not None]
-    return float(torch.stack(found).sum()) if found else 0.0
+
+def _sum_of_products(pairs: list[tuple[Tensor | None, Tensor | None]]) -> float:
+    """The sum over all elements of all pairs, in double precision."""
+    total = 0.0
+    for left, right in pairs:
+        if left is not None and right is not None and left.numel():
+            total += float(torch.dot(left.reshape(-1).double(), right.reshape(-1).double()))
+    return total

@@ -1,25 +1,67 @@
 """Loss: the batch's mean from the losses of its microbatches."""
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from stagewright.engine.batch import num_rows, tensors_of
+from stagewright.engine.transport.contract import Transport
 from stagewright.engine.value import Value
 
-LossFunction: TypeAlias = Callable[[Value, Value], Tensor]
+# (output, target) -> the mean over the microbatch's rows, or (sum, count); either may have a dict of metrics behind it
+LossFunction: TypeAlias = Callable[[Value, Value], Any]
+
+
+@dataclass(frozen=True)
+class Means:
+    """Means over a batch, or over the part of it that one rank has seen.
+
+    Args:
+        values: the loss and the metrics by name, each multiplied by its weight.
+        weight: what to divide by: 1 for the whole batch, or the count of a loss that comes as (sum, count).
+        counts: whether it comes so.
+    """
+
+    values: Mapping[str, Tensor]
+    weight: float
+    counts: bool
+
+    def mean(self, name: str) -> Tensor | None:
+        """The mean of the loss, named "loss", or of a metric; 0 over nothing."""
+        value = self.values.get(name)
+        if value is None or not self.counts:
+            return value
+        return value / self.weight if self.weight else torch.zeros_like(value)
+
+
+def together(own: Means, transport: Transport) -> Means:
+    """The means of all ranks as those of the whole batch; every rank calls this alike."""
+    numbers = {name: value.item() for name, value in own.values.items()}
+    data = json.dumps([numbers, own.weight, own.counts]).encode() if numbers else b""
+    of_ranks = [json.loads(part) for part in transport.gather(data) if part]
+    names = dict.fromkeys(name for numbers, _, _ in of_ranks for name in numbers)
+    values = {
+        name: torch.tensor(sum(numbers.get(name, 0.0) for numbers, _, _ in of_ranks), dtype=torch.float64)
+        for name in names
+    }
+    counts = any(counts for _, _, counts in of_ranks)
+    return Means(values, sum(weight for _, weight, _ in of_ranks) if counts else 1.0, counts)
 
 
 class BatchLoss:
     """The loss of one batch, gathered microbatch by microbatch on the rank of the last stage.
 
     Each microbatch's mean counts with its share of the batch's rows, so the result, and with it the gradient,
-    is that of the whole batch, also where the rows do not divide evenly.
+    is that of the whole batch, also where the rows do not divide evenly. A loss that comes as (sum, count) is
+    divided by the count of the whole batch. Metrics are averaged in the same way: by rows, or by counts.
 
     Args:
-        function: (output, target) -> mean over the microbatch's rows.
+        function: (output, target) -> mean over the microbatch's rows; or (sum, count), such as of tokens; or one of
+            these with a dict of metrics behind it.
         targets: one a microbatch, or None each for a loss without targets.
         inputs: one a microbatch; they tell the rows where there are no targets, and are not needed where the rows
             divide evenly.
@@ -31,24 +73,45 @@ class BatchLoss:
         counted = targets if targets[0] is not None else inputs
         self._knows_rows = counted[0] is not None
         rows = [num_rows(value, "the target") if self._knows_rows else 1 for value in counted]
-        self.shares = [count / sum(rows) for count in rows]
-        self._losses: list[Tensor] = []
+        self._shares = [count / sum(rows) for count in rows]
         self._num_rows: int | None = None
+        self._values: dict[str, Tensor] = {}
+        self._counts: list[Tensor | float] = []
+        self._is_mean = False
 
-    def of(self, microbatch: int, output: Value) -> Tensor:
-        """The loss of one microbatch, with its graph."""
-        loss = self._function(output, self._targets[microbatch])
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise TypeError(f"loss_fn returns one number, the mean over the rows of its microbatch: got {got}")
-        if not self._knows_rows:
-            self._check_even(output)
-        self._losses.append(loss.detach() * self.shares[microbatch])
-        return loss
+    def of(self, microbatch: int, output: Value) -> tuple[Tensor, float]:
+        """The loss of one microbatch with its graph, and the gradient to start its backward with.
 
-    def total(self) -> Tensor | None:
-        """The batch's loss, or None where this rank has computed none of it."""
-        return torch.stack([loss.reshape(()) for loss in self._losses]).sum() if self._losses else None
+        A (sum, count) starts with 1: what to divide by is known when all microbatches are through.
+        """
+        loss, count, metrics = _parts(self._function(output, self._targets[microbatch]))
+        self._check_kind(count)
+        if count is None:
+            if not self._knows_rows:
+                self._check_even(output)
+            share = self._shares[microbatch]
+            self._add("loss", loss.detach() * share)
+        else:
+            share = float(count)
+            self._counts.append(share)
+            self._add("loss", loss.detach())
+        for name, metric in metrics.items():
+            if share:  # a mean over nothing may be anything
+                self._add(name, torch.as_tensor(metric).detach() * share)
+        return loss, share if count is None else 1.0
+
+    def means(self) -> Means:
+        """What this rank has seen; no values where it has computed no loss."""
+        return Means(self._values, sum(map(float, self._counts)) if self._counts else 1.0, bool(self._counts))
+
+    def _add(self, name: str, value: Tensor) -> None:
+        value = value.reshape(())
+        self._values[name] = self._values[name] + value if name in self._values else value
+
+    def _check_kind(self, count: Tensor | float | None) -> None:
+        if self._is_mean if count is not None else bool(self._counts):
+            raise TypeError("loss_fn returns either a mean or (sum, count), the same for all microbatches: got both")
+        self._is_mean = count is None
 
     def _check_even(self, output: Value) -> None:
         """Without targets and inputs every microbatch counts alike, which is right only if all have as many rows."""
@@ -59,3 +122,34 @@ class BatchLoss:
                 f"microbatches of {self._num_rows} and {rows} rows do not count alike in the mean of the batch, and "
                 "there is no target to tell how many there are: give x on the rank of the last stage, too"
             )
+
+
+def _parts(result: Any) -> tuple[Tensor, Tensor | float | None, Mapping[str, Any]]:
+    """What a loss function returned: the loss, the count if there is one, the metrics.
+
+    Raises:
+        TypeError: it returned something else.
+    """
+    match result:
+        case Tensor():
+            parts: tuple[Any, Any, Any] = result, None, {}
+        case (loss, Mapping() as metrics):
+            parts = loss, None, metrics
+        case (loss, count, Mapping() as metrics):
+            parts = loss, count, metrics
+        case (loss, count):
+            parts = loss, count, {}
+        case _:
+            raise TypeError(
+                f"loss_fn returns the mean over its microbatch's rows, or (sum, count): got {_kind(result)}"
+            )
+    loss, count, metrics = parts
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TypeError(f"loss_fn returns one number, the mean over the rows of its microbatch: got {_kind(loss)}")
+    if count is not None and not (isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1)):
+        raise TypeError(f"the count of a (sum, count) loss is one number: got {_kind(count)}")
+    return parts
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

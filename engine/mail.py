@@ -26,6 +26,7 @@ class Mail:
         self._transport = transport
         self._channels = channels_of(program)
         transport.open(tuple(self._channels.values()))
+        self.later = 0  # by how much the addresses that were bound are lower than the real ones
         self._inbox: dict[Address, Receipt | Packed] = {}
         self._outbox: dict[Address, Packed] = {}
 
@@ -62,10 +63,12 @@ class Mail:
         self._inbox.clear()
         self._outbox.clear()
 
-    def _send(self, address: Address, channel: Channel) -> None:
+    def _send(self, bound: Address, channel: Channel) -> None:
+        address = (bound[0], bound[1], bound[2] + self.later)
         self._transport.send(channel, self._outbox.pop(address), address[1], address[2])
 
-    def _receive(self, address: Address, channel: Channel) -> None:
+    def _receive(self, bound: Address, channel: Channel) -> None:
+        address = (bound[0], bound[1], bound[2] + self.later)
         self._inbox[address] = self._transport.post(channel, address[1], address[2])
 
 

@@ -1,25 +1,30 @@
 """Pipeline: what a trainer holds; a model cut into stages that trains by a schedule."""
 
-import struct
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stagewright.engine.agreement import Agreement, LossScale
 from stagewright.engine.batch import join, split, split_keywords
 from stagewright.engine.context import default_transport
-from stagewright.engine.executor import Executor, Run
-from stagewright.engine.loss import BatchLoss, LossFunction
+from stagewright.engine.executor import Executor
+from stagewright.engine.gradients import Gradients
+from stagewright.engine.loss import BatchLoss, LossFunction, Means, together
 from stagewright.engine.plan import Recompute, kept_microbatches, plan_of, splits_backward
 from stagewright.engine.randomness import Seeds
+from stagewright.engine.replicas import Replicas
+from stagewright.engine.run import Run
 from stagewright.engine.stage import Stage
+from stagewright.engine.ties import Ties
 from stagewright.engine.trace import gather_timeline
-from stagewright.engine.transport.contract import Transport
-from stagewright.engine.updater import OptimizerFactory, Updater
+from stagewright.engine.transport.contract import Session, Transport
+from stagewright.engine.updater import OptimizerFactory, Updater, clip, named_weights
 from stagewright.engine.value import Value
-from stagewright.schedules import Program, Schedule, Timeline
+from stagewright.engine.weights import SingleWeights
+from stagewright.schedules import Program, Schedule, Timeline, insert_agreements
 from stagewright.schedules.variants import forward_only, without_steps
 
 BuildStage: TypeAlias = Callable[[int], nn.Module] | Mapping[int, nn.Module]
@@ -45,6 +50,13 @@ class Pipeline:
         split_spec: for keyword arguments of the steps: name -> the dimension to cut, or None to give it whole.
         dynamic_shapes: on NCCL, tensors that cross ranks may change their shapes from step to step (elsewhere they
             always may); each message then announces its layout from host to host.
+        tied: groups of parameter names, each group one weight, such as ``[["embedding.weight", "head.weight"]]``; on
+            whatever stages they are, gradients are summed and the copies stay equal.
+        max_norm: clip the gradients of all stages together to this norm; ``grad_norm`` reports what it was.
+        autocast: dtype in which stages and loss compute what can be computed in low precision.
+        master_weights: keep fp32 copies of fp16 and bf16 parameters for the optimizer, and add gradients up in fp32.
+        loss_scale: multiply losses by this before the backward, or ``"dynamic"``: by a factor that halves on every
+            rank when a gradient overflows anywhere, in which case the update is skipped.
         options: of the schedule.
 
     Raises:
@@ -66,31 +78,58 @@ class Pipeline:
         recompute: Recompute | Mapping[int, Recompute] = "off",
         split_spec: Mapping[str, int | None] | None = None,
         dynamic_shapes: bool = False,
+        tied: Sequence[Sequence[str]] = (),
+        max_norm: float | None = None,
+        autocast: torch.dtype | None = None,
+        master_weights: bool = False,
+        loss_scale: float | Literal["dynamic"] | None = None,
         **options: Any,
     ) -> None:
         self._transport = transport or default_transport()
         self.program = plan_of(schedule, self._transport.num_ranks, num_microbatches, options)
         self.num_microbatches = self.program.num_microbatches
         self.num_steps = 0
+        self.metrics: dict[str, Tensor] = {}
         self._loss_fn = loss_fn
         self._share_loss = share_loss
         self._split_spec = split_spec or {}
         self._seeds = Seeds(seed, self._transport.device)
         self._owned = self.program.placement.stages_of(self.rank)
         splits = splits_backward(self.program)
+        with self._transport.baton:  # a stage that seeds before it draws its weights must not be disturbed
+            modules = {stage: _module(build_stage, stage, self._transport.device) for stage in self._owned}
+        self._weights = {stage: SingleWeights(module, master=master_weights) for stage, module in modules.items()}
         self._stages = {
             stage: Stage(
                 stage,
-                _module(build_stage, stage, self._transport.device),
+                module,
                 self._seeds,
+                weights=self._weights[stage],
                 splits_backward=splits,
                 num_kept=kept_microbatches(recompute, stage),
+                autocast=autocast,
             )
-            for stage in self._owned
+            for stage, module in modules.items()
         }
-        self._updater = Updater(optimizer, list(self.named_parameters()), self._owned)
-        self._training = self._executor(self.program, fixed_shapes=not dynamic_shapes)
-        self._accumulating = self._executor(without_steps(self.program), fixed_shapes=not dynamic_shapes)
+        trained = {stage: weights.trained for stage, weights in self._weights.items()}
+        placement = self.program.placement
+        ties = Ties(tied, trained, placement, self._transport)
+        for weights in self._weights.values():
+            weights.end_update(0)  # tied masters have taken the first stage's value
+        replicas = Replicas(placement, trained, self._transport)
+        self._gradients = Gradients(self._weights, replicas, ties, placement, self.rank)
+        self._agreement = Agreement(self._transport)
+        self._updater = Updater(
+            optimizer,
+            self._weights,
+            self._gradients,
+            self._agreement,
+            max_norm=max_norm,
+            loss_scale=LossScale.of(loss_scale),
+        )
+        self._fixed_shapes = not dynamic_shapes
+        self._tied_stages = ties.stages
+        self._executors: dict[tuple[bool, bool], Executor] = {}
         self._forwards: dict[int, Executor] = {}
         self._last_run: tuple[Program, Run] | None = None
 
@@ -109,14 +148,28 @@ class Pipeline:
         """This rank's modules by stage."""
         return {stage: self._stages[stage].module for stage in self._owned}
 
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of all stages' gradients in the last update, before clipping; None where nothing asked for it."""
+        return self._updater.grad_norm
+
+    @property
+    def loss_scale(self) -> float:
+        """By what losses are multiplied now."""
+        return self._updater.scale
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of this rank's stages; a name that occurs in two stages gets its stage in front."""
-        seen: set[str] = set()
-        for stage in self._owned:
-            for name, parameter in self._stages[stage].module.named_parameters():
-                full = name if name not in seen else f"stage{stage}.{name}"
-                seen.add(full)
-                yield full, parameter
+        """(name, parameter) of what this rank trains; a name that occurs in two stages gets its stage in front."""
+        return iter(named_weights(self._weights))
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Clip the gradients of all stages together, each weight counted once; every rank calls this alike.
+
+        Returns:
+            The norm that they had.
+        """
+        self._transport.begin(Session(fixed_shapes=False))
+        return clip(self._gradients, self._agreement, max_norm)
 
     def train_step(self, x: Value = None, y: Value = None, **keywords: Value) -> Tensor | None:
         """One batch: forwards, backwards and one optimizer update.
@@ -129,11 +182,11 @@ class Pipeline:
         Returns:
             The batch's loss where the last stage lives (everywhere with ``share_loss``), else None.
         """
-        return self._train(self._training, x, y, keywords)
+        return self._train(True, x, y, keywords)
 
     def forward_backward(self, x: Value = None, y: Value = None, **keywords: Value) -> Tensor | None:
         """One batch without the update: gradients are added to ``.grad``, for the trainer to clip and step itself."""
-        return self._train(self._accumulating, x, y, keywords)
+        return self._train(False, x, y, keywords)
 
     def eval_step(
         self, x: Value = None, y: Value = None, *, num_microbatches: int | None = None, **keywords: Value
@@ -147,7 +200,7 @@ class Pipeline:
         count = num_microbatches or self.num_microbatches
         loss = self._batch_loss(x, y, count)
         self._evaluate(x, loss, count, keywords)
-        return self._shared(loss.total())
+        return self._shared(loss.means())
 
     def predict(self, x: Value = None, *, num_microbatches: int | None = None, **keywords: Value) -> Value:
         """The last stage's output for a batch in evaluation mode, where the last stage lives; else None."""
@@ -172,8 +225,7 @@ class Pipeline:
     def state_dict(self) -> dict[str, Any]:
         """This rank's weights by stage, its optimizer's state, and how many steps were made."""
         modules = {stage: module.state_dict() for stage, module in self.modules.items()}
-        optimizer = self.optimizer.state_dict() if self.optimizer is not None else None
-        return {"stages": modules, "optimizer": optimizer, "num_steps": self.num_steps}
+        return {"stages": modules, "num_steps": self.num_steps, **self._updater.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned on the same rank of the same shape.
@@ -185,8 +237,7 @@ class Pipeline:
             raise ValueError(f"this rank owns the stages {list(self._owned)}: the state has {sorted(state['stages'])}")
         for stage, weights in state["stages"].items():
             self._stages[stage].module.load_state_dict(weights)
-        if self.optimizer is not None and state["optimizer"] is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
+        self._updater.load_state_dict(state)
         self.num_steps = state["num_steps"]
 
     def close(self) -> None:
@@ -199,14 +250,25 @@ class Pipeline:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _train(self, executor: Executor, x: Value, y: Value, keywords: Mapping[str, Value]) -> Tensor | None:
+    def _train(self, updates: bool, x: Value, y: Value, keywords: Mapping[str, Value]) -> Tensor | None:
         count = self.num_microbatches
         loss = self._batch_loss(x, y, count)
+        executor = self._training_executor(updates)
         run = Run(self.num_steps, self._inputs(x, count), self._keywords(keywords, count), loss, train=True)
         executor.run(run)
         self.num_steps += 1
         self._last_run = (executor.program, run)
-        return self._shared(loss.total())
+        return self._shared(loss.means())
+
+    def _training_executor(self, updates: bool) -> Executor:
+        """The program of a step, with what an update needs of all ranks; the first one finds out about the loss."""
+        scalars = self._updater.needs_scalars
+        executor = self._executors.get((updates, scalars))
+        if executor is None:
+            program = insert_agreements(self.program, tied_stages=self._tied_stages, scalars=scalars)
+            program = program if updates else without_steps(program)
+            executor = self._executors[updates, scalars] = self._executor(program, fixed_shapes=self._fixed_shapes)
+        return executor
 
     def _evaluate(self, x: Value, loss: BatchLoss | None, count: int, keywords: Mapping[str, Value]) -> Run:
         executor = self._forwards.get(count)
@@ -224,7 +286,15 @@ class Pipeline:
         return run
 
     def _executor(self, program: Program, *, fixed_shapes: bool = False) -> Executor:
-        return Executor(program, self._stages, self._transport, self._updater, self._seeds, fixed_shapes=fixed_shapes)
+        return Executor(
+            program,
+            self._stages,
+            self._transport,
+            self._gradients,
+            self._updater,
+            self._seeds,
+            fixed_shapes=fixed_shapes,
+        )
 
     @property
     def _owns_last(self) -> bool:
@@ -247,16 +317,15 @@ class Pipeline:
         inputs = split(x if self._owns_last and y is None else None, count, "x")
         return BatchLoss(self._loss_fn, targets, inputs)
 
-    def _shared(self, loss: Tensor | None) -> Tensor | None:
-        """The whole batch's loss: on every rank if so wanted, and where several ranks own the last stage."""
+    def _shared(self, means: Means) -> Tensor | None:
+        """The batch's loss, with its metrics: on all ranks if so wanted, and where several own the last stage."""
         is_spread = len(self.program.placement.replicas_of(self.program.num_stages - 1)) > 1
-        if not self._share_loss and not is_spread:
-            return loss
-        own = b"" if loss is None else struct.pack("<d", loss.item())
-        losses = [struct.unpack("<d", data)[0] for data in self._transport.gather(own) if data]
+        if self._share_loss or is_spread:
+            means = together(means, self._transport)
         if not self._owns_last and not self._share_loss:
-            return None
-        return torch.tensor(sum(losses), dtype=torch.float64)
+            means = Means({}, 1.0, counts=False)
+        self.metrics = {name: value for name in means.values if (value := means.mean(name)) is not None}
+        return self.metrics.pop("loss", None)
 
 
 def _module(build_stage: BuildStage, stage: int, device: torch.device) -> nn.Module:

@@ -38,6 +38,7 @@ class Seeds:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
+        self.device = device
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             torch.cuda.init()  # type: ignore[no-untyped-call]

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
+from stagewright.engine.ties import add_up
 from stagewright.engine.transport.contract import Channel, Receipt, Transport
 from stagewright.engine.value import Packed, check_crossing, pack, unpack
-from stagewright.schedules import Program
+from stagewright.schedules import Placement
 
 
 class Replicas:
@@ -17,35 +17,22 @@ class Replicas:
     with them the weights, stay equal to the last bit.
 
     Args:
-        program: says which ranks hold a copy of which stage.
-        modules: this rank's stages.
+        placement: says which ranks hold a copy of which stage.
+        weights: the trained parameters of this rank's stages.
         transport: connects the ranks.
     """
 
-    def __init__(self, program: Program, modules: Mapping[int, nn.Module], transport: Transport) -> None:
+    def __init__(
+        self, placement: Placement, weights: Mapping[int, Mapping[str, nn.Parameter]], transport: Transport
+    ) -> None:
         self._transport = transport
-        self._parameters = {
-            stage: [parameter for parameter in module.parameters() if parameter.requires_grad]
-            for stage, module in modules.items()
-        }
-        self._holders = {stage: program.placement.replicas_of(stage) for stage in modules}
-        shared = max(
-            (sum(rank in holders for holders in self._holders.values()) for rank in range(program.num_ranks)), default=0
-        )
+        self._parameters = {stage: list(parameters.values()) for stage, parameters in weights.items()}
+        self._holders = {stage: placement.replicas_of(stage) for stage in weights}
+        shared = max(sum(rank in holders for holders in self._holders.values()) for rank in range(placement.num_ranks))
         # A stage's sum is under way from its REDUCE_GRAD to its STEP, so two ranks have at most one a shared stage.
         self._depth = max(1, shared)
-        transport.open([self._channel(*pair) for pair in _pairs(program)])
+        transport.open([self._channel(*pair) for pair in _pairs(placement)])
         self._under_way: dict[int, dict[int, Receipt]] = {}
-        self._earlier: dict[nn.Parameter, Tensor] = {}
-
-    def begin(self) -> None:
-        """Set aside the gradients of earlier, accumulated batches: they are summed already."""
-        for stage, parameters in self._parameters.items():
-            if len(self._holders[stage]) > 1:
-                for parameter in parameters:
-                    if parameter.grad is not None:
-                        self._earlier[parameter] = parameter.grad
-                        parameter.grad = None
 
     def start(self, stage: int) -> None:
         """Send this copy's gradient to all others, and post the receives of theirs; a single copy is its own sum."""
@@ -74,36 +61,27 @@ class Replicas:
         for other, receipt in receipts.items():
             of_ranks[other] = _gradients(receipt.wait())
         for index, parameter in enumerate(parameters):
-            parameter.grad = _sum([of_ranks[rank][index] for rank in sorted(of_ranks)])
-            earlier = self._earlier.pop(parameter, None)
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+            parameter.grad = add_up([of_ranks[rank][index] for rank in sorted(of_ranks)])
 
     def finish_all(self) -> None:
         """Finish whatever no STEP has waited for."""
         for stage in list(self._under_way):
             self.finish(stage)
 
+    def clear(self) -> None:
+        """Forget the sums of a batch that has failed."""
+        self._under_way.clear()
+
     def _channel(self, source: int, destination: int) -> Channel:
         return Channel(source, destination, "replica", self._depth)
 
 
-def _pairs(program: Program) -> list[tuple[int, int]]:
+def _pairs(placement: Placement) -> list[tuple[int, int]]:
     """The ranks that exchange gradients, as (source, destination)."""
-    holders = [program.placement.replicas_of(stage) for stage in range(program.num_stages)]
+    holders = [placement.replicas_of(stage) for stage in range(placement.num_stages)]
     return sorted({(one, other) for ranks in holders for one in ranks for other in ranks if one != other})
 
 
 def _gradients(packed: Packed) -> Sequence[Tensor | None]:
     gradients: Sequence[Tensor | None] = unpack(packed.layout.skeleton, packed.tensors)
     return gradients
-
-
-def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """The sum in the given order; None where nobody has any."""
-    total: Tensor | None = None
-    with torch.no_grad():
-        for gradient in gradients:
-            if gradient is not None:
-                total = gradient.clone() if total is None else total.add_(gradient)
-    return total

@@ -14,6 +14,7 @@ from stagewright.engine.boundary import Boundary
 from stagewright.engine.deferral import Deferred, Deferring
 from stagewright.engine.randomness import Seeds
 from stagewright.engine.value import Packed, Skeleton, Value, check_crossing, pack, unpack
+from stagewright.engine.weights import SingleWeights, StageWeights
 
 logger = logging.getLogger(__name__)
 
@@ -47,18 +48,30 @@ class Stage:
         index: the stage.
         module: any module; takes what the stage before it returned, and the first one the user's input.
         seeds: gives the random numbers of each forward.
+        weights: of the module; its own parameters where left out.
         splits_backward: whether backwards come in two halves, I and W.
         num_kept: the last so many microbatches of a batch keep their activations, all others are computed again in
             their backward; None keeps all.
+        autocast: the dtype in which forwards compute what can be computed in low precision.
     """
 
     def __init__(
-        self, index: int, module: nn.Module, seeds: Seeds, *, splits_backward: bool = False, num_kept: int | None = None
+        self,
+        index: int,
+        module: nn.Module,
+        seeds: Seeds,
+        *,
+        weights: StageWeights | None = None,
+        splits_backward: bool = False,
+        num_kept: int | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self.index = index
         self.module = module
         self.stash: dict[int, Stashed] = {}
         self.seeds = seeds
+        self.weights = weights or SingleWeights(module)
+        self.autocast = autocast
         self.seed_microbatch: Callable[[int], None] | None = getattr(module, "seed_microbatch", None)
         self._splits_backward = splits_backward
         self._num_kept = num_kept
@@ -66,17 +79,23 @@ class Stage:
         self._has_told = False
 
     def forward(
-        self, microbatch: int, step: int, received: Packed, keywords: Mapping[str, Value], num_left: int
+        self,
+        microbatch: int,
+        moment: tuple[int, int],
+        received: Packed,
+        keywords: Mapping[str, Value],
+        num_left: int,
     ) -> Value:
         """y = stage(x); stash x and y.
 
         Args:
-            microbatch, step: for the random numbers.
+            microbatch: under this number it is stashed.
+            moment: the step and the microbatch within its batch, for the random numbers.
             received: x.
             keywords: further arguments of the module.
             num_left: microbatches of the batch that this stage has not begun.
         """
-        body = _Body(self, step, microbatch, received.layout.skeleton, keywords)
+        body = _Body(self, moment, received.layout.skeleton, keywords)
         if not torch.is_grad_enabled():
             return body(*received.tensors)
         differentiable = received.layout.differentiable
@@ -90,6 +109,12 @@ class Stage:
                 return body(*tensors)
             return checkpoint(body.on_copies, *tensors, use_reentrant=False, preserve_rng_state=False)
 
+    def autocasting(self) -> AbstractContextManager[object]:
+        """What forward and loss are computed in."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.seeds.device.type, self.autocast)
+
     def hand_on(self, microbatch: int, output: Value) -> Packed:
         """Stash where the backward will start, and give what goes to the next stage."""
         packed = pack(output, f"stage {self.index}")
@@ -99,27 +124,32 @@ class Stage:
             self.stash[microbatch].roots = roots
         return Packed(packed.layout, [tensor.detach() for tensor in packed.tensors])
 
-    def end_with(self, microbatch: int, loss: Tensor, share: float) -> None:
-        """Stash the loss as the place where the backward starts; it counts with its share of the batch's."""
+    def end_with(self, microbatch: int, loss: Tensor, gradient: float) -> None:
+        """Stash the loss as the place where the backward starts, and the gradient to start with."""
         if torch.is_grad_enabled():
             stashed = self.stash[microbatch]
-            stashed.gradients = [torch.full_like(loss, share)] if loss.requires_grad else []
+            stashed.gradients = [torch.full_like(loss, gradient)] if loss.requires_grad else []
             stashed.roots = [get_gradient_edge(loss)] if loss.requires_grad else []
 
-    def backward(self, microbatch: int, gradients: Gradients | None) -> Gradients:
+    def backward(self, microbatch: int, gradients: Gradients | None, version: int = 0, update: int = 0) -> Gradients:
         """dx, dw = gradients of the stash at dy; weights.grad += dw; drop the stash."""
-        passed_back = self.input_gradient(microbatch, gradients)
-        self.weight_gradient(microbatch)
+        passed_back = self.input_gradient(microbatch, gradients, version, update)
+        self.weight_gradient(microbatch, version, update)
         return passed_back
 
-    def input_gradient(self, microbatch: int, gradients: Gradients | None) -> Gradients:
+    def input_gradient(
+        self, microbatch: int, gradients: Gradients | None, version: int = 0, update: int = 0
+    ) -> Gradients:
         """dx = gradient of the stash at dy; keep what dw needs.
 
         Args:
             microbatch: whose.
             gradients: dy; None on the last stage, which starts from its loss.
+            version: of the weights that the forward used.
+            update: the one that the weight gradients go into.
         """
         stashed = self.stash.pop(microbatch)
+        self.weights.begin_backward(version, update)
         gradients = stashed.gradients if gradients is None else gradients
         assert gradients is not None, "the last stage has a loss, every other one gets gradients"
         assert len(gradients) == len(stashed.roots), "a gradient for every differentiable output"
@@ -133,13 +163,16 @@ class Stage:
                 self._tell(watch.grown())
         if deferred is not None:
             self._pending[microbatch] = deferred
+        self.weights.end_backward(version, update)
         return stashed.boundary.gradients
 
-    def weight_gradient(self, microbatch: int) -> None:
+    def weight_gradient(self, microbatch: int, version: int = 0, update: int = 0) -> None:
         """weights.grad += dw from what the input gradient kept."""
         deferred = self._pending.pop(microbatch, None)
         if deferred is not None:
+            self.weights.begin_backward(version, update)
             deferred.finish()
+            self.weights.end_backward(version, update)
 
     def _tell(self, names: Sequence[str]) -> None:
         """Say once which weight gradients do not wait for W."""
@@ -177,18 +210,20 @@ class _Body:
     """A stage's module on one microbatch; called twice where it is computed again, with the same random numbers."""
 
     def __init__(
-        self, stage: Stage, step: int, microbatch: int, skeleton: Skeleton, keywords: Mapping[str, Value]
+        self, stage: Stage, moment: tuple[int, int], skeleton: Skeleton, keywords: Mapping[str, Value]
     ) -> None:
         self._stage = stage
-        self._step, self._microbatch = step, microbatch
+        self._moment = moment
         self._skeleton = skeleton
         self._keywords = keywords
 
     def __call__(self, *tensors: Tensor) -> Value:
-        number = self._stage.seeds.plant(self._step, self._microbatch, self._stage.index)
+        number = self._stage.seeds.plant(*self._moment, self._stage.index)
         if self._stage.seed_microbatch is not None:
             self._stage.seed_microbatch(number)
-        return self._stage.module(unpack(self._skeleton, tensors), **self._keywords)
+        value = unpack(self._skeleton, tensors)
+        with self._stage.autocasting():
+            return self._stage.module(value, **self._keywords)
 
     def on_copies(self, *tensors: Tensor) -> Value:
         """The same where what the module changes in place must still be there the second time."""

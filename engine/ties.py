@@ -1,7 +1,7 @@
 """Ties: one weight that several stages use, each with a copy of its own; the gradients are summed over all."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -60,14 +60,20 @@ class Ties:
 
     def repeated(self) -> set[nn.Parameter]:
         """The parameters of this rank that are a further copy of what an earlier stage has."""
-        copies = (self._parameters[stage][tie[stage]] for tie in self._ties for stage in tie if stage != min(tie) if stage in self._parameters)
-        return set(copies)
+        return {
+            self._parameters[stage][tie[stage]]
+            for tie in self._ties
+            for stage in tie
+            if stage != min(tie) and stage in self._parameters
+        }
 
     def start(self, stage: int) -> None:
         """This stage's gradient is complete; once those of all tied stages here are, send them to where they count."""
         self._waiting.discard(stage)
         if not self._waiting:
-            self._exchange([self._gradient(copy) for copy in copies] if copies else None for copies in self._outgoing.values())
+            self._exchange(
+                {other: [self._gradient(copy) for copy in copies] for other, copies in self._outgoing.items()}
+            )
 
     def finish(self) -> None:
         """Give every copy on this rank the sum over all stages."""
@@ -86,8 +92,9 @@ class Ties:
         """Let all copies start from the value of the first stage's."""
         self._transport.begin(Session(fixed_shapes=False))
         with torch.no_grad():
-            values = [[self._parameter(copy).detach() for copy in copies] for copies in self._outgoing.values()]
-            self._exchange(value or None for value in values)
+            self._exchange(
+                {other: [self._parameter(copy) for copy in copies] for other, copies in self._outgoing.items()}
+            )
             arrived: dict[Copy, Tensor | None] = {copy: self._parameter(copy) for copy in self._own_copies()}
             arrived |= self._arrived()
             for index, tie in enumerate(self._ties):
@@ -97,14 +104,20 @@ class Ties:
                         self._parameter((index, stage)).copy_(value)
         self._transport.end()
 
-    def _exchange(self, outgoing: Iterable[Sequence[Tensor | None] | None]) -> None:
+    def clear(self) -> None:
+        """Forget the sums of a batch that has failed."""
+        self._waiting = self._own_stages()
+        self._receipts.clear()
+
+    def _exchange(self, outgoing: Mapping[int, Sequence[Tensor | None]]) -> None:
         rank = self._transport.rank
         for other, copies in self._incoming.items():
             if copies:
                 self._receipts[other] = self._transport.post(_channel(other, rank), 0, 0)
-        for other, tensors in enumerate(outgoing):
-            if tensors is not None:
-                self._transport.send(_channel(rank, other), pack(list(tensors), "tied weights"), 0, 0)
+        for other, tensors in outgoing.items():
+            if tensors:
+                values = [None if tensor is None else tensor.detach() for tensor in tensors]
+                self._transport.send(_channel(rank, other), pack(values, "a tied weight", "gradient"), 0, 0)
 
     def _arrived(self) -> dict[Copy, Tensor | None]:
         """What the other ranks have sent."""

@@ -1,10 +1,15 @@
-"""Updater: the optimizer of a rank, stepped when the program says so."""
+"""Updater: from a rank's complete gradients to its new weights, when the program says so."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 from torch import nn
 from torch.optim import Optimizer
+
+from stagewright.engine.agreement import Agreement, LossScale, Scalars
+from stagewright.engine.gradients import Gradients
+from stagewright.engine.loss import Means
+from stagewright.engine.weights import StageWeights
 
 OptimizerFactory: TypeAlias = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 
@@ -16,23 +21,148 @@ class Updater:
 
     Args:
         factory: makes the optimizer from (name, parameter) pairs; None where the trainer steps itself.
-        parameters: of all stages of the rank; those without a gradient of their own are left out.
-        stages: the stages of the rank.
+        weights: of this rank's stages.
+        gradients: of the same.
+        agreement: takes what all ranks must know to the others.
+        max_norm: the norm to which all gradients together are clipped.
+        loss_scale: by which losses were multiplied.
     """
 
     def __init__(
-        self, factory: OptimizerFactory | None, parameters: Sequence[tuple[str, nn.Parameter]], stages: Sequence[int]
+        self,
+        factory: OptimizerFactory | None,
+        weights: Mapping[int, StageWeights],
+        gradients: Gradients,
+        agreement: Agreement,
+        *,
+        max_norm: float | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
-        trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-        self.optimizer = factory(trained) if factory is not None and trained else None
-        self._num_stages = len(stages)
+        named = list(named_weights(weights))
+        self.optimizer = factory(named) if factory is not None and named else None
+        self.loss_scale = loss_scale
+        self.grad_norm: float | None = None
+        self.loss_counts: bool | None = None  # unknown until the ranks have agreed once
+        self._weights = weights
+        self._gradients = gradients
+        self._agreement = agreement
+        self._max_norm = max_norm
         self._num_due = 0
+        self._num_updates = 0
+        self._heard: Scalars | None = None
 
-    def step(self) -> None:
-        """One stage's gradient is complete; once all are, update the weights and drop the gradients."""
+    @property
+    def needs_scalars(self) -> bool:
+        """Whether an update depends on what no rank knows alone; the first step finds out about the loss."""
+        return self._max_norm is not None or self.loss_scale is not None or self.loss_counts is not False
+
+    @property
+    def scale(self) -> float:
+        """By what losses are multiplied before the backward."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def begin(self) -> None:
+        """A batch begins."""
+        self._num_due = 0
+        self._gradients.begin()
+
+    def tell(self, means: Means | None) -> None:
+        """All gradients of this rank are there: tell the other ranks what they must know of them."""
+        self._bring(self._num_updates + 1)
+        counts = means is not None and means.counts
+        norms = self._gradients.measure() if self._max_norm is not None or self.loss_scale is not None else Scalars()
+        weight = means.weight if means is not None and means.counts else 0.0
+        self._agreement.tell(Scalars(weight, norms.earlier, norms.mixed, norms.new, counts, norms.overflow))
+
+    def is_due(self, version: int) -> bool:
+        """One stage's gradient is complete; once all are, wait for what the update needs of other ranks."""
         self._num_due += 1
-        if self._num_due == self._num_stages:
-            self._num_due = 0
-            if self.optimizer is not None:
-                self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=True)
+        if self._num_due < len(self._weights):
+            return False
+        self._num_due = 0
+        self._num_updates = version
+        self._bring(version)
+        self._heard = self._agreement.hear()
+        return True
+
+    def step(self, version: int) -> None:
+        """Make a weight version of the newest one and the gradients, and drop the gradients; not after an overflow."""
+        fits = self.settle()
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflow=not fits)
+        if self.loss_scale is not None and not fits:
+            self._gradients.drop()
+            return
+        if self._max_norm is not None and self.grad_norm is not None:
+            self._gradients.scale(min(1.0, self._max_norm / (self.grad_norm + 1e-6)))
+        if self.optimizer is None:
+            return
+        for weights in self._weights.values():
+            weights.begin_update(version)
+        self.optimizer.step()
+        for weights in self._weights.values():
+            weights.end_update(version)
+        self._gradients.drop()
+
+    def finish_accumulating(self) -> None:
+        """A batch without an update is through: its gradients join those of earlier batches."""
+        self._gradients.complete()
+        self._heard = self._agreement.hear()
+        self.settle()
+
+    def clear(self) -> None:
+        """Forget a batch that has failed."""
+        self._gradients.forget_batch()
+        self._agreement.clear()
+        self._heard = None
+
+    def _bring(self, update: int) -> None:
+        for weights in self._weights.values():
+            weights.bring_gradients(update)
+        self._gradients.complete()
+
+    def settle(self) -> bool:
+        """Divide the new gradients by what they must be divided by, and add the earlier ones; False on an overflow."""
+        scalars, self._heard = self._heard, None
+        if scalars is None:
+            self._gradients.settle(1.0 / self.scale)
+            return True
+        self.loss_counts = scalars.counts
+        divisor = self.scale * (scalars.count if scalars.counts else 1.0)
+        factor = 1.0 / divisor if divisor else 0.0
+        self.grad_norm = scalars.norm(factor) if self._max_norm is not None or self.loss_scale is not None else None
+        self._gradients.settle(factor)
+        return not scalars.overflow
+
+    def state_dict(self) -> dict[str, object]:
+        """The optimizer's state and the loss scale."""
+        scale = None if self.loss_scale is None else (self.loss_scale.value, self.loss_scale.num_good_steps)
+        return {"optimizer": None if self.optimizer is None else self.optimizer.state_dict(), "loss_scale": scale}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on from ``state_dict``."""
+        optimizer, scale = state["optimizer"], state["loss_scale"]
+        if self.optimizer is not None and isinstance(optimizer, dict):
+            self.optimizer.load_state_dict(optimizer)
+        if self.loss_scale is not None and isinstance(scale, tuple):
+            self.loss_scale.value, self.loss_scale.num_good_steps = scale
+
+
+def named_weights(weights: Mapping[int, StageWeights]) -> Iterable[tuple[str, nn.Parameter]]:
+    """(name, trained parameter) of all stages; a name that occurs in two stages gets its stage in front."""
+    seen: set[str] = set()
+    for stage, of_stage in weights.items():
+        for name, parameter in of_stage.trained.items():
+            yield name if name not in seen else f"stage{stage}.{name}", parameter
+            seen.add(name)
+
+
+def clip(gradients: Gradients, agreement: Agreement, max_norm: float) -> float:
+    """Clip all ranks' gradients together, and give the norm that they had; every rank calls this alike."""
+    norms = gradients.measure()
+    agreement.tell(norms)
+    scalars = agreement.hear()
+    assert scalars is not None, "what was told is heard"
+    norm = scalars.norm(1.0)
+    gradients.scale(min(1.0, max_norm / (norm + 1e-6)))
+    return norm

@@ -75,6 +75,14 @@ def pack(value: Value, owner: str, name: str = "output") -> Packed:
     return Packed(layout, tensors)
 
 
+def pack_input(value: Value) -> Packed:
+    """Take the user's input of one microbatch apart: no gradient goes back for it."""
+    packed = pack(value, "the batch", "x")
+    layout = packed.layout
+    plain = Layout(layout.skeleton, layout.dtypes, layout.shapes, (False,) * len(layout.differentiable))
+    return Packed(plain, packed.tensors)
+
+
 def unpack(skeleton: Skeleton, tensors: Sequence[Tensor]) -> Value:
     """Put a value together again; the reverse of ``pack``."""
     if skeleton == "t":

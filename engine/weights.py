@@ -10,9 +10,12 @@ _LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 
 
 class StageWeights(Protocol):
-    """The weights of one stage. ``trained`` is what the optimizer trains, by name."""
+    """The weights of one stage."""
 
-    trained: Mapping[str, nn.Parameter]
+    @property
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """What the optimizer trains, by name."""
+        ...
 
     def use(self, version: int) -> None:
         """Let the module compute with a version."""
@@ -26,8 +29,12 @@ class StageWeights(Protocol):
         """The gradients of one microbatch have been added."""
         ...
 
+    def bring_gradients(self, update: int) -> None:
+        """All gradients of an update are there: they become those of what is trained."""
+        ...
+
     def begin_update(self, version: int) -> None:
-        """Let the optimizer, which steps next, make a version of the newest one, from the gradients meant for it."""
+        """Let the optimizer, which steps next, make a version of the newest one."""
         ...
 
     def end_update(self, version: int) -> None:
@@ -65,6 +72,9 @@ class SingleWeights:
         """Add the gradients of low-precision parameters to those of their masters."""
         for parameter, master in self._masters:
             collect(parameter, master)
+
+    def bring_gradients(self, update: int) -> None:
+        """They are there already."""
 
     def begin_update(self, version: int) -> None:
         """The optimizer works in place."""
@@ -115,6 +125,7 @@ class VersionedWeights:
 
     def begin_backward(self, version: int, update: int) -> None:
         """Lend the version's parameters the sum of gradients to which autograd shall add."""
+        self.use(version)
         gradients = self._gradients.setdefault(update, {})
         for name, parameter in self._of(version).items():
             if not self._has_masters[name]:
@@ -134,11 +145,10 @@ class VersionedWeights:
                 gradients[name] = parameter.grad.float()
             parameter.grad = None
 
-    def gradient_for(self, update: int) -> None:
+    def bring_gradients(self, update: int) -> None:
         """Give the optimizer's parameters the gradients of an update."""
-        gradients = self._gradients.pop(update, {})
-        for name, parameter in self.trained.items():
-            parameter.grad = gradients.get(name)
+        for name, gradient in self._gradients.pop(update, {}).items():
+            self.trained[name].grad = gradient
 
     def begin_update(self, version: int) -> None:
         """Copy the newest version into the buffer that is free, and let the optimizer train that."""
@@ -170,7 +180,7 @@ class VersionedWeights:
         for dtype in {parameter.dtype for parameter in parameters.values()}:
             chosen = {name: parameter for name, parameter in parameters.items() if parameter.dtype == dtype}
             flat = torch.cat([parameter.detach().reshape(-1) for parameter in chosen.values()])
-            parts = flat.split([parameter.numel() for parameter in chosen.values()])
+            parts = torch.split(flat, [parameter.numel() for parameter in chosen.values()])
             for (name, parameter), part in zip(chosen.items(), parts):
                 copies[name] = nn.Parameter(part.view(parameter.shape))
         return {name: copies[name] for name in parameters}

@@ -9,7 +9,7 @@ import torch
 
 from stagewright.engine.value import Layout, Packed
 
-Kind: TypeAlias = Literal["activation", "gradient", "replica", "tied", "gather"]
+Kind: TypeAlias = Literal["activation", "gradient", "replica", "tied", "gather", "scalars"]
 
 # source, destination, kind: what tells one channel from another
 Line: TypeAlias = tuple[int, int, Kind]
@@ -84,6 +84,11 @@ class Transport(Protocol):
     @property
     def baton(self) -> AbstractContextManager[object]:
         """Held while computing where ranks share one process, and with it one random generator."""
+        ...
+
+    @property
+    def host(self) -> "Transport":
+        """The transport that carries small things from host to host: this one itself, where tensors live there too."""
         ...
 
     def open(self, channels: Sequence[Channel]) -> None:

@@ -73,6 +73,11 @@ class DeviceTransport:
         self._session = Session(fixed_shapes=False)
         self._under_way: dict[Line, deque[Ticket]] = {}
 
+    @property
+    def host(self) -> Transport:
+        """The one that carries layouts."""
+        return self._host
+
     def open(self, channels: Sequence[Channel]) -> None:
         """Make the communicators that are missing, in one order on all ranks."""
         self._host.open(channels)
@@ -201,7 +206,10 @@ class _DeviceReceipt:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a tensor as bytes: no communicator has to know its type."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    size = tensor.numel() * tensor.itemsize
+    memory, start = tensor.untyped_storage(), tensor.storage_offset() * tensor.itemsize
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory, start, (size,), (1,))
 
 
 def _described(layout: Layout) -> str:

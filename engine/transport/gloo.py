@@ -11,11 +11,11 @@ from torch import Tensor
 
 from stagewright.engine.errors import PeerError
 from stagewright.engine.transport.capacity import Capacity
-from stagewright.engine.transport.contract import Channel, Kind, Line, Receipt, Session
+from stagewright.engine.transport.contract import Channel, Kind, Line, Receipt, Session, Transport
 from stagewright.engine.transport.frame import FrameCodec
 from stagewright.engine.value import Packed, pack
 
-_TAGS: Final[dict[Kind, int]] = {"activation": 0, "gradient": 1, "replica": 2, "tied": 3, "gather": 4}
+_TAGS: Final[dict[Kind, int]] = {"activation": 0, "gradient": 1, "replica": 2, "tied": 3, "gather": 4, "scalars": 5}
 # Frames of a channel that may be under way before a send waits for the oldest of them to be taken.
 _MAX_UNDER_WAY: Final = 8
 
@@ -84,6 +84,11 @@ class GlooTransport:
         self._last_words: list[dist.Work] = []
         for other in range(1, self.num_ranks):
             self.open([_gathering(0, other), _gathering(other, 0)])
+
+    @property
+    def host(self) -> Transport:
+        """This one."""
+        return self
 
     def open(self, channels: Sequence[Channel]) -> None:
         """Note the channels of this rank; gloo connects any two ranks by itself."""

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 
 from stagewright.engine.errors import PeerError
-from stagewright.engine.transport.contract import Channel, Kind, Line, Receipt, Session
+from stagewright.engine.transport.contract import Channel, Kind, Line, Receipt, Session, Transport
 from stagewright.engine.value import Packed
 
 # source, destination, kind, index
@@ -112,6 +112,11 @@ class ThreadTransport:
         self._hub = hub
         self._num_messages: dict[Line, int] = {}
         self._num_gathers = 0
+
+    @property
+    def host(self) -> Transport:
+        """This one."""
+        return self
 
     def open(self, channels: Sequence[Channel]) -> None:
         """Nothing to make ready."""

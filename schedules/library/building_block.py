@@ -8,7 +8,7 @@ way decides how much is stashed. From there it is list scheduling that makes the
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stagewright.schedules.library.list_scheduling import FORWARD, INPUT, WEIGHT, Lanes, Pipeline
+from stagewright.schedules.library.lanes import FORWARD, INPUT, WEIGHT, Lanes, Pipeline
 
 
 @dataclass(frozen=True)

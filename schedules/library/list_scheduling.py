@@ -1,100 +1,23 @@
 """List scheduling: whenever a rank is free, it takes the first instruction of its plan that can run.
 
-A plan is the order in which a rank would compute if nothing ever came late and nothing ever came early. What
-comes of it under real durations is found here by playing the pipeline through: an instruction that has not
-arrived is overtaken by later ones, as far as the stash allows, and weight gradients, which nobody waits for,
-fill the remaining gaps (the idea of Qi et al. 2024, section 3: "whenever a bubble is long enough, or memory
-demands it").
+A plan is the order in which a rank would compute if everything came in time. What comes of it under real
+durations is found here by playing the pipeline through: an instruction that has not arrived is overtaken by
+later ones, as far as the stash allows, and weight gradients, which nobody waits for, fill the gaps or make room
+(Qi et al. 2024, section 3.1, whose heuristic this takes further).
 
-Inside, an instruction is a *lane*, ``3 * stage + kind``, with the kinds ``FORWARD``, ``INPUT`` and ``WEIGHT``. In
-every lane the microbatches follow each other in order, so a plan or an order is a list of lanes, and the n-th
-time that a lane occurs it means microbatch n.
-
-    plans = [[0, 0, 1, 2, 1, 2]]                       # one rank, one stage: F0 F1 I0 W0 I1 W1
-    ListScheduler(pipeline, plans, early=…).orders()   # lists of lanes again, one a rank
+    pipeline = pipeline_of(rank_of, num_microbatches, costs, capacities)
+    plans = BuildingBlock(…).plans(pipeline)           # a list of lanes for each rank, see lanes.py
+    orders = ListScheduler(pipeline, plans).orders()   # lists of lanes again, each a rearrangement of its plan
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from enum import Flag, auto
-from functools import cached_property
 from heapq import heappop, heappush
-from typing import Final, TypeAlias
+from typing import Final
 
-Lanes: TypeAlias = list[int]
-
-FORWARD: Final = 0
-INPUT: Final = 1
-WEIGHT: Final = 2
+from stagewright.schedules.library.lanes import FORWARD, INPUT, WEIGHT, Lanes, Pipeline
 
 _NEVER: Final = 1 << 62
-_TICKS: Final = (
-    1_000_000  # that the longest instruction takes: times are whole numbers, so that equal ones compare equal
-)
-
-
-class Early(Flag):
-    """Which instructions may overtake those of their rank's plan that have not arrived."""
-
-    FORWARDS = auto()
-    GRADIENTS = auto()
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """What there is to schedule.
-
-    Args:
-        rank_of: the rank that owns each stage.
-        num_microbatches: microbatches of one batch.
-        durations: what an instruction takes, one number a lane.
-        hops: from a stage to the next one and back, one number a stage; nothing where both are on one rank.
-        stashes: by how much an instruction changes what its rank stashes, one number a lane.
-        capacities: the most that each rank may stash.
-    """
-
-    rank_of: tuple[int, ...]
-    num_microbatches: int
-    durations: tuple[float, ...]
-    hops: tuple[float, ...]
-    stashes: tuple[float, ...]
-    capacities: tuple[float, ...]
-
-    @property
-    def num_stages(self) -> int:
-        """Stages of the model."""
-        return len(self.rank_of)
-
-    @cached_property
-    def stages_of(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of each rank."""
-        ranks = range(len(self.capacities))
-        return tuple(tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank) for rank in ranks)
-
-    @cached_property
-    def followers(self) -> tuple[tuple[int, float], ...]:
-        """For each lane, the lane whose microbatch it makes ready, or -1, and the time it takes to get there."""
-        followers: list[tuple[int, float]] = []
-        last = self.num_stages - 1
-        for stage in range(self.num_stages):
-            lane = 3 * stage
-            followers.append((lane + 3, self._hop(stage)) if stage < last else (lane + INPUT, 0.0))
-            followers.append((lane - 3 + INPUT, self._hop(stage - 1)) if stage else (-1, 0.0))
-            followers.append((-1, 0.0))
-        return tuple(followers)
-
-    def _hop(self, stage: int) -> float:
-        return 0.0 if self.rank_of[stage] == self.rank_of[stage + 1] else self.hops[stage]
-
-    def evened(self, share: float) -> "Pipeline":
-        """The same pipeline with that share of the differences between F, I and W of a stage taken away."""
-        durations: list[float] = []
-        for stage in range(self.num_stages):
-            three = self.durations[3 * stage : 3 * stage + 3]
-            mean = sum(three) / 3
-            durations += [duration + share * (mean - duration) for duration in three]
-        hops = tuple((1 - share) * hop for hop in self.hops)
-        return replace(self, durations=tuple(durations), hops=hops)
+_TICKS: Final = 1_000_000  # that the longest instruction takes: times are whole numbers, so that equal ones compare equal
 
 
 class ListScheduler:
@@ -109,15 +32,17 @@ class ListScheduler:
         pipeline: what there is to do.
         plans: the planned order of each rank, a list of lanes. Together they must be an order that all ranks
             can follow without waiting in a circle, within all capacities.
-        early: what may overtake.
+        gradients_early: whether input gradients may overtake; forwards always may.
+        patience: how much of a weight gradient must fit into a gap for it to be put there; a part of 1.
     """
 
-    def __init__(self, pipeline: Pipeline, plans: Sequence[Lanes], early: Early) -> None:
+    def __init__(self, pipeline: Pipeline, plans: Sequence[Lanes], gradients_early: bool = True, patience: float = 0.0) -> None:
         scale = _TICKS / (max(pipeline.durations) or 1.0)
         self.durations = [round(duration * scale) for duration in pipeline.durations]
         self.followers = [(lane, round(hop * scale)) for lane, hop in pipeline.followers]
         self.pipeline = pipeline
         self.plans = plans
+        self.patience = patience
         self.capacities = [capacity * (1 + 1e-9) for capacity in pipeline.capacities]
         num_lanes = len(pipeline.durations)
         self.counts = [0] * num_lanes  # microbatches done
@@ -131,13 +56,17 @@ class ListScheduler:
         self.heads = [0] * len(plans)  # the first position that may be left to do, weight gradients aside
         self.stashed = [0.0] * len(plans)
         self.refusals = [-1] * num_lanes  # no early forward until the plan is done up to this position
-        self.early_lanes = [self._early_lanes(stages, early) for stages in pipeline.stages_of]
+        self.owed = [0] * len(plans)  # time for the weight gradients whose input gradients are done
+        self.last_forwards = [max(position for position, lane in enumerate(plan) if lane % 3 == 0) for plan in plans]
+        # By how much a rank may be done later than the last gradient gets from it to the first rank, see _share_to_fit.
+        self.slack = [self._way_back(stages[0]) for stages in pipeline.stages_of]
+        kinds = (INPUT, FORWARD) if gradients_early else (FORWARD,)
+        self.early_lanes = [[3 * stage + kind for kind in kinds for stage in stages] for stages in pipeline.stages_of]
         self.weight_lanes = [[3 * stage + WEIGHT for stage in stages] for stages in pipeline.stages_of]
 
-    @staticmethod
-    def _early_lanes(stages: Sequence[int], early: Early) -> Lanes:
-        lanes = [3 * stage + INPUT for stage in stages] if Early.GRADIENTS in early else []
-        return lanes + ([3 * stage for stage in stages] if Early.FORWARDS in early else [])
+    def _way_back(self, stage: int) -> int:
+        """What a gradient takes from a stage to the first one."""
+        return sum(self.durations[3 * before + INPUT] + self.followers[3 * before][1] for before in range(stage))
 
     def orders(self) -> list[Lanes]:
         """The order in which each rank computes."""
@@ -156,6 +85,8 @@ class ListScheduler:
                 if wake < _NEVER:
                     heappush(events, (wake, rank))
                 continue
+            if not orders[rank]:
+                self.slack[rank] += now
             orders[rank].append(lane)
             self._account(rank, lane)
             free[rank] = end = now + durations[lane]
@@ -175,6 +106,10 @@ class ListScheduler:
         self.counts[lane] = count + 1
         self.done[rank][self.positions[lane][count]] = 1
         self.stashed[rank] += self.pipeline.stashes[lane]
+        if lane % 3 == INPUT:
+            self.owed[rank] += self.durations[lane + 1]
+        elif lane % 3 == WEIGHT:
+            self.owed[rank] -= self.durations[lane]
 
     def _choose(self, rank: int, now: int) -> tuple[int, int]:
         """The lane that a free rank goes on with; or -1, and when to look again if nothing arrives before."""
@@ -195,9 +130,18 @@ class ListScheduler:
             lane, wake = self._choose_early(rank, now, wake)
             if lane >= 0:
                 return lane, wake
-        if weight >= 0 and wake >= now + self.durations[weight] // 2:
+        if weight >= 0 and wake >= now + self.durations[weight] * self._share_to_fit(rank):
             return weight, wake
         return -1, wake
+
+    def _share_to_fit(self, rank: int) -> float:
+        """How much of a weight gradient must fit into a gap.
+
+        All of it once a rank has no forwards left, as long as it can make up for what it owes while its last
+        gradient is on its way to the first rank, and for as much longer as it has started later than that.
+        """
+        can_wait = self.heads[rank] > self.last_forwards[rank] and self.owed[rank] <= self.slack[rank]
+        return 1.0 if can_wait else self.patience
 
     def _pending_weight(self, rank: int) -> int:
         """The lane of the weight gradient that is planned first among those that could run, or -1."""
@@ -212,7 +156,7 @@ class ListScheduler:
     def _choose_early(self, rank: int, now: int, wake: int) -> tuple[int, int]:
         """The first lane of the plan that has arrived and may overtake; or -1, and when the next one arrives.
 
-        A lane is not worth it if what is planned before it arrives before half of it is done.
+        A lane is not worth it if what is planned before it arrives before a third of it is done.
         """
         ready: list[tuple[int, int]] = []
         for lane in self.early_lanes[rank]:
@@ -223,7 +167,7 @@ class ListScheduler:
                 elif arrivals[count] < wake:
                     wake = arrivals[count]
         for _, lane in sorted(ready):
-            if wake >= now + self.durations[lane] // 2:
+            if wake >= now + self.durations[lane] // 3:
                 return lane, wake
         return -1, wake
 

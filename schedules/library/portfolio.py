@@ -5,147 +5,112 @@ way; list scheduling under the real durations reacts to everything, under evened
 rhythm. Playing each order through tells which is the best, by per-rank span and then by makespan.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Final
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar, Final
 
 from stagewright.schedules.costs import Costs
-from stagewright.schedules.instructions import Computation, Forward, InputGradient, WeightGradient
+from stagewright.schedules.instructions import Computation
 from stagewright.schedules.library.building_block import BuildingBlock
-from stagewright.schedules.library.list_scheduling import FORWARD, WEIGHT, Early, Lanes, ListScheduler, Pipeline
+from stagewright.schedules.library.lanes import Lanes, Pipeline, computations, span_and_makespan
+from stagewright.schedules.library.list_scheduling import ListScheduler
+from stagewright.schedules.schedule import Order, Schedule
 
-# By how much durations are evened out before list scheduling: as they are, halfway, the same for F, I and W.
-_EVENED: Final = (0.0, 0.5, 1.0)
+# Ways to schedule a block: the share by which durations are evened out beforehand, and the patience (see ListScheduler).
+_WAYS: Final = ((0.0, 0.0), (0.0, 0.5), (0.5, 0.5), (1.0, 0.0))
 
-_KINDS: Final = (Forward, InputGradient, WeightGradient)
-
-# Instructions that all tries together may come to; what is left of a long list for a large pipeline is its first tries.
+# Instructions that all tries together may come to: of a large pipeline, only the first ways and blocks are tried.
 _BUDGET: Final = 100_000
 
 
-def pipeline_of(
-    rank_of: Sequence[int],
-    num_microbatches: int,
-    costs: Costs,
-    capacities: Sequence[float],
-    stashes: tuple[Sequence[float], Sequence[float]] | None = None,
-) -> Pipeline:
-    """Read a pipeline off costs.
+@dataclass(frozen=True)
+class ListScheduled(Schedule, ABC):
+    """A schedule whose orders are the best of a portfolio.
 
     Args:
-        rank_of: the rank that owns each stage.
-        num_microbatches: microbatches of one batch.
-        costs: what the stages cost.
-        capacities: the most that each rank may stash.
-        stashes: what F stashes until I, and until W, one number a stage; left out, one entry until W.
+        costs: what the stages cost; the order is made for them.
     """
-    stages = costs.of_stages(len(rank_of))
-    until_input, until_weight = stashes or ([0.0] * len(rank_of), [1.0] * len(rank_of))
-    durations: list[float] = []
-    changes: list[float] = []
-    for stage in range(len(rank_of)):
-        durations += [stages.forward[stage], stages.input_gradient[stage], stages.weight_gradient[stage]]
-        changes += [until_input[stage] + until_weight[stage], -until_input[stage], -until_weight[stage]]
-    hops = tuple(send + transfer for send, transfer in zip(stages.send, stages.transfer))
-    return Pipeline(tuple(rank_of), num_microbatches, tuple(durations), hops, tuple(changes), tuple(capacities))
+
+    costs: Costs = Costs()
+
+    blocks: ClassVar[tuple[BuildingBlock, ...]]
+    gradients_early: ClassVar[bool] = True
+
+    def check(self) -> None:
+        """Refuse costs that are not those of this many stages."""
+        self.costs.of_stages(self.num_stages)
+
+    @property
+    @abstractmethod
+    def pipeline(self) -> Pipeline:
+        """What there is to schedule, and within which memory."""
+
+    def order(self, rank: int) -> Order:
+        """What the best order of the portfolio has for this rank."""
+        return self._orders[rank]
+
+    @cached_property
+    def _orders(self) -> tuple[list[Computation], ...]:
+        return tuple(map(computations, best_orders(self.pipeline, self.blocks, self.gradients_early)))
 
 
-def best_orders(pipeline: Pipeline, blocks: Sequence[BuildingBlock], early: Early) -> tuple[list[Computation], ...]:
+def best_orders(pipeline: Pipeline, blocks: Sequence[BuildingBlock], gradients_early: bool) -> list[Lanes]:
     """The best order that list scheduling finds, one a rank.
 
     Args:
         pipeline: what there is to do.
         blocks: where to start from, the most promising first. Those that stash too much are left out; if all do,
-            wider spaced repetitions of the last one are tried until one fits.
-        early: what may overtake.
+            the last one is repeated at longer and longer periods until it fits.
+        gradients_early: whether input gradients may overtake.
     """
-    busiest = max(
-        pipeline.num_microbatches * sum(sum(pipeline.durations[3 * stage : 3 * stage + 3]) for stage in stages)
-        for stages in pipeline.stages_of
-    )
-    best: tuple[float, float] | None = None
-    chosen: list[Lanes] = []
+    busiest = max(sum(sum(pipeline.durations[3 * stage : 3 * stage + 3]) for stage in own) for own in pipeline.stages_of)
+    best: tuple[tuple[float, float], list[Lanes]] | None = None
+    for plans, evened, patience in _tries(pipeline, blocks):
+        orders = ListScheduler(evened, plans, gradients_early, patience).orders()
+        figures = span_and_makespan(pipeline, orders)
+        if best is None or figures < best[0]:
+            best = figures, orders
+        if best[0][0] <= busiest * pipeline.num_microbatches * (1 + 1e-9):
+            break  # no rank ever waits
+    assert best is not None, "some block fits"
+    return best[1]
+
+
+def _tries(
+    pipeline: Pipeline, blocks: Sequence[BuildingBlock]
+) -> Iterator[tuple[Sequence[Lanes], Pipeline, float]]:
+    """Plans, the durations and the patience to schedule them with: each way for all blocks, until the budget is spent."""
     size = pipeline.num_microbatches * len(pipeline.durations)
     num_tries = 0
-    for plans, evened in _tries(pipeline, blocks):
-        num_tries += 1
-        orders = ListScheduler(evened, plans, early).orders()
-        figures = span_and_makespan(pipeline, orders)
-        if best is None or figures < best:
-            best, chosen = figures, orders
-        if best[0] <= busiest * (1 + 1e-9) or (num_tries + 1) * size > _BUDGET:
-            break
-    return tuple(map(_computations, chosen))
-
-
-def _tries(pipeline: Pipeline, blocks: Sequence[BuildingBlock]) -> Iterator[tuple[list[Lanes], Pipeline]]:
-    """Every block's plans under the real durations, then under evened ones unless these are the same."""
-    evened = list(dict.fromkeys(pipeline.evened(share) for share in _EVENED))
     fitting: list[list[Lanes]] = []
-    for plans in _fitting_plans(pipeline, blocks):
-        fitting.append(plans)
-        yield plans, pipeline
-    for other in evened[1:]:
-        for plans in fitting:
-            yield plans, other
+    for share, patience in _WAYS:
+        evened = pipeline.evened(share)
+        if share and evened == pipeline:
+            continue
+        known = len(fitting) > 0
+        for plans in fitting if known else _fitting_plans(pipeline, blocks):
+            if num_tries > 0 and (num_tries + 1) * size > _BUDGET:
+                return
+            yield plans, evened, patience
+            num_tries += 1
+            if not known:
+                fitting.append(plans)
 
 
 def _fitting_plans(pipeline: Pipeline, blocks: Sequence[BuildingBlock]) -> Iterator[list[Lanes]]:
-    """The plans of the blocks that fit the capacities, at least one: the last block may be repeated at longer periods."""
+    """The plans of all blocks that fit the capacities, at least one."""
     fits = False
     for block in blocks:
         plans = block.plans(pipeline)
         if plans is not None:
             fits = True
             yield plans
+    block = blocks[-1]
     while not fits:
         block = replace(block, spare=block.spare + 1 + block.spare // 4)
         plans = block.plans(pipeline)
         if plans is not None:
             fits = True
             yield plans
-
-
-def span_and_makespan(pipeline: Pipeline, orders: Sequence[Lanes]) -> tuple[float, float]:
-    """Play orders through: the longest that any rank takes from its first start to its last end, and that all take."""
-    durations, followers = pipeline.durations, pipeline.followers
-    arrivals: list[list[float]] = [[] for _ in durations]
-    arrivals[FORWARD] = [0.0] * pipeline.num_microbatches
-    counts = [0] * len(durations)
-    next_positions, clocks, starts = [0] * len(orders), [0.0] * len(orders), [0.0] * len(orders)
-    waiting: dict[int, int] = {}  # from the lane that an arrival is awaited on to the rank that waits
-    runnable = list(range(len(orders)))
-    while runnable:
-        rank = runnable.pop()
-        order, clock = orders[rank], clocks[rank]
-        for position in range(next_positions[rank], len(order)):
-            lane = order[position]
-            if lane % 3 != WEIGHT:
-                count = counts[lane]
-                if count == len(arrivals[lane]):
-                    waiting[lane] = rank
-                    next_positions[rank] = position
-                    break
-                counts[lane] = count + 1
-                clock = max(clock, arrivals[lane][count])
-            if position == 0:
-                starts[rank] = clock
-            clock += durations[lane]
-            follower, hop = followers[lane]
-            if follower >= 0:
-                arrivals[follower].append(clock + hop)
-                if follower in waiting:
-                    runnable.append(waiting.pop(follower))
-        clocks[rank] = clock
-    return max(clock - start for clock, start in zip(clocks, starts)), max(clocks)
-
-
-def _computations(order: Lanes) -> list[Computation]:
-    """An order of lanes as instructions: the n-th time that a lane occurs is its microbatch n."""
-    counts = dict.fromkeys(order, 0)
-    computations: list[Computation] = []
-    for lane in order:
-        stage, kind = divmod(lane, 3)
-        computations.append(_KINDS[kind](stage, counts[lane]))
-        counts[lane] += 1
-    return computations

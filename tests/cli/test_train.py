@@ -119,6 +119,14 @@ def test_torchrun_starts_the_same_training(text: Path, tmp_path: Path) -> None:
     assert losses(file) == pytest.approx(in_threads("gpipe", 1, text), abs=5e-5)
 
 
+def test_a_schedule_that_the_engine_cannot_run_is_wrong_input(text: Path) -> None:
+    done = run(command("--data", text, "--schedule", "seq1f1b", "--ranks", "1", "--quiet"))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("stagewright train: the engine cannot run seq1f1b: ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_interrupting_ends_every_process_without_a_traceback(text: Path) -> None:
     running = subprocess.Popen(
         command("--data", text, "--steps", "1000000"),

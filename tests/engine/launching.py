@@ -1,10 +1,12 @@
 """Ways to run a function in every rank: threads, the double of NCCL, processes that all tests share."""
 
 import atexit
+import pickle
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -43,12 +45,16 @@ class SharedProcesses:
     """Ranks that wait for work: one ``launch_local`` for many functions. A failing function ends them."""
 
     def __init__(self) -> None:
-        self._listener = Listener(("127.0.0.1", 0))
+        self._listener = Listener(("127.0.0.1", 0), backlog=2 * MAX_RANKS)
         self._error: BaseException | None = None
+        self._of_ranks: dict[int, Connection] = {}
         self._thread = threading.Thread(target=self._launch, daemon=True)
         self._thread.start()
         connections = [self._listener.accept() for _ in range(MAX_RANKS)]
-        self._of_ranks = dict(sorted((connection.recv(), connection) for connection in connections))
+        try:
+            self._of_ranks = dict(sorted((receive(connection), connection) for connection in connections))
+        except EOFError:
+            self._raise()
 
     @property
     def is_alive(self) -> bool:
@@ -57,15 +63,12 @@ class SharedProcesses:
 
     def run(self, function: Callable[..., Any], num_ranks: int, args: tuple[Any, ...]) -> list[Any]:
         """Run a function in the first ranks, and raise what ``launch_local`` raises where one fails."""
-        ranks = list(self._of_ranks.values())[:num_ranks]
         for connection in self._of_ranks.values():
-            connection.send((function, num_ranks, args))
+            send(connection, (function, num_ranks, args))
         try:
-            return [connection.recv() for connection in ranks]
+            return [receive(self._of_ranks[rank]) for rank in range(num_ranks)]
         except (EOFError, ConnectionError):
-            self._thread.join()
-            assert self._error is not None
-            raise self._error from self._error.__cause__
+            self._raise()
 
     def close(self) -> None:
         """Let the ranks go."""
@@ -74,11 +77,19 @@ class SharedProcesses:
         self._thread.join()
         self._listener.close()
 
+    def _raise(self) -> NoReturn:
+        self._thread.join()
+        self._listener.close()
+        assert self._error is not None
+        raise self._error
+
     def _launch(self) -> None:
         try:
             launch_local(serve, MAX_RANKS, args=(self._listener.address,))
         except BaseException as error:
             self._error = error
+            for _ in range(0 if self._of_ranks else MAX_RANKS):  # nobody must wait for ranks that never come
+                Client(self._listener.address).close()
 
 
 def serve(context: RankContext, address: tuple[str, int]) -> None:
@@ -86,19 +97,22 @@ def serve(context: RankContext, address: tuple[str, int]) -> None:
     torch.set_num_threads(1)
     groups = {num_ranks: dist.new_group(list(range(num_ranks))) for num_ranks in range(1, MAX_RANKS + 1)}
     with Client(address) as connection:
-        connection.send(context.rank)
-        while (work := next_work(connection)) is not None:
-            function, num_ranks, args = work
-            if context.rank < num_ranks:
-                connection.send(function(context_of(GlooTransport(groups[num_ranks])), *args))
+        send(connection, context.rank)
+        with suppress(EOFError):
+            while True:
+                function, num_ranks, args = receive(connection)
+                if context.rank < num_ranks:
+                    send(connection, function(context_of(GlooTransport(groups[num_ranks])), *args))
 
 
-def next_work(connection: Connection) -> Any:
-    """What to run next, None at the end."""
-    try:
-        return connection.recv()
-    except EOFError:
-        return None
+def send(connection: Connection, value: Any) -> None:
+    """Plainly pickled, as ``launch_local`` does it: every rank gets tensors of its own."""
+    connection.send_bytes(pickle.dumps(value))
+
+
+def receive(connection: Connection) -> Any:
+    """The reverse of ``send``."""
+    return pickle.loads(connection.recv_bytes())
 
 
 class _Pool:

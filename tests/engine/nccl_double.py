@@ -27,7 +27,7 @@ from stagewright.engine.transport.threads import Hub, ThreadTransport
 PATIENCE_SECONDS = 60.0
 
 
-class Misuse(AssertionError):
+class MisuseError(AssertionError):
     """What would hang, crash or spoil data with NCCL."""
 
 
@@ -99,7 +99,7 @@ class Wire:
         with self._changed:
             while not operation.done:
                 if self._misuse is not None:
-                    raise Misuse(self._misuse)
+                    raise MisuseError(self._misuse)
                 self._hub.check()
                 if monotonic() > deadline:
                     self._fail(f"a {operation.kind} is never met")
@@ -107,8 +107,9 @@ class Wire:
 
     def _fail(self, rule: str) -> None:
         self._misuse = f"{self.name}: {rule}"
-        self._changed.notify_all()
-        raise Misuse(self._misuse)
+        with self._changed:
+            self._changed.notify_all()
+        raise MisuseError(self._misuse)
 
 
 class End:
@@ -134,9 +135,9 @@ class End:
 
     def _queue(self, kind: str, data: Tensor) -> Operation:
         if not data.is_contiguous():
-            raise Misuse(f"{self._wire.name}: a {kind} of memory with gaps")
+            raise MisuseError(f"{self._wire.name}: a {kind} of memory with gaps")
         if not self._in_use.acquire(blocking=False):
-            raise Misuse(f"{self._wire.name}: two threads use one end at the same time")
+            raise MisuseError(f"{self._wire.name}: two threads use one end at the same time")
         try:
             return self._wire.queue(self._rank, kind, data)
         finally:
@@ -167,7 +168,7 @@ class Switchboard:
                 self._made.append((line, Wire(self._hub, f"{kind}s from rank {source} to rank {destination}")))
             expected, wire = self._made[index]
         if line != expected:
-            raise Misuse(f"communicator {index} is {line} on one rank and {expected} on another")
+            raise MisuseError(f"communicator {index} is {line} on one rank and {expected} on another")
         return wire
 
 

@@ -145,15 +145,10 @@ def assert_alike(
 def compare(results: list[Result], plain: Result, tolerance: float = TOLERANCE) -> None:
     """Losses, weights and gradients, those that are None included."""
     for result in results:
-        for ours, theirs in ((result.losses, plain.losses), (result.weights, plain.weights)):
-            torch.testing.assert_close(
-                ours if ours is result.losses else {key: ours[key] for key in ours},  # type: ignore[index]
-                theirs if theirs is plain.losses else {key: theirs[key] for key in ours},  # type: ignore[index]
-                rtol=tolerance,
-                atol=tolerance,
-            )
-        expected = {key: gradient for key, gradient in plain.gradients.items() if key in result.weights}
-        torch.testing.assert_close(result.gradients, expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(result.losses, plain.losses, rtol=tolerance, atol=tolerance)
+        for ours, theirs in ((result.weights, plain.weights), (result.gradients, plain.gradients)):
+            expected = {key: tensor for key, tensor in theirs.items() if key in result.weights}
+            torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
     assert {key for result in results for key in result.weights} == set(plain.weights)
 
 

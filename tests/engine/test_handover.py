@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from plain import make_batch, squared_error
+from shapes import label, synchronous_names
 from torch import Tensor, nn
 
 from stagewright.engine import Pipeline, RankContext, launch_local
@@ -48,14 +49,23 @@ def train(context: RankContext, schedule: Schedule, seen: list[Seen]) -> None:
     pipe.forward_backward(*make_batch(8, 0))
 
 
-@pytest.mark.parametrize("name", ["zbv", "v-half", "dualpipev", "hanayo"])
-def test_same_rank_hands_over_without_copying(name: str) -> None:
-    schedule = create(name, num_ranks=2, num_microbatches=4)
+def neighbours(schedule: Schedule) -> list[int]:
+    """The stages whose next one is on the same rank."""
     rank_of = schedule.placement.rank_of
+    return [stage for stage in range(schedule.num_stages - 1) if rank_of(stage) == rank_of(stage + 1)]
+
+
+def turning_schedules() -> list[Schedule]:
+    """Those that turn at the last rank: V and waves."""
+    schedules = (create(name, num_ranks=2, num_microbatches=4) for name in synchronous_names())
+    return [schedule for schedule in schedules if neighbours(schedule)]
+
+
+@pytest.mark.parametrize("schedule", turning_schedules(), ids=label)
+def test_same_rank_hands_over_without_copying(schedule: Schedule) -> None:
+    together = neighbours(schedule)
     seen = [Seen() for _ in range(schedule.num_stages)]
     launch_local(train, 2, backend="threads", args=(schedule, seen))
-    together = [stage for stage in range(schedule.num_stages - 1) if rank_of(stage) == rank_of(stage + 1)]
-    assert together, "a V has two neighbours on its turning rank"
     for stage in range(schedule.num_stages - 1):
         upper, lower = seen[stage], seen[stage + 1]
         activations = zip(sorted(addresses(upper.outputs)), sorted(addresses(lower.inputs)), strict=True)
