@@ -11,10 +11,9 @@ from stagewright.schedules.table import (
     SEND_ACTIVATION,
     SEND_GRADIENT,
     STEP,
-    SYNC_SCALARS,
     Table,
 )
-from stagewright.schedules.timing import ASYNCHRONOUS, channel_of, settled
+from stagewright.schedules.timing import ASYNCHRONOUS, channel_of
 
 # What a rank passes without being kept busy by it.
 _PASSED = ASYNCHRONOUS | {RECEIVE_ACTIVATION, RECEIVE_GRADIENT}
@@ -85,8 +84,6 @@ class Causes:
         if operation == REDUCE_GRADIENT:
             return [self.previous(other) for other in self._replicas.get(row, ())]
         awaited = self._waits.of(row)
-        if operation == SYNC_SCALARS:
-            return [settled(self._table, other) for other in awaited]
         return [*awaited, self._reduced_by[row]] if row in self._reduced_by else awaited
 
     def _ahead(self, row: int) -> list[int]:

@@ -12,6 +12,7 @@ from stagewright.schedules.table import (
     INPUT_GRADIENT,
     OVERLAP,
     REDUCE_GRADIENT,
+    REDUCE_TIED,
     SEND_ACTIVATION,
     SEND_GRADIENT,
     STEP,
@@ -23,7 +24,7 @@ from stagewright.schedules.table import (
 Channel: TypeAlias = tuple[int, int, int]  # source, destination, operation
 
 # What goes on while its rank issues the next instruction.
-ASYNCHRONOUS: Final = frozenset((SEND_ACTIVATION, SEND_GRADIENT, REDUCE_GRADIENT))
+ASYNCHRONOUS: Final = frozenset((SEND_ACTIVATION, SEND_GRADIENT, REDUCE_GRADIENT, REDUCE_TIED, SYNC_SCALARS))
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ def row_costs(table: Table, costs: Costs) -> RowCosts:
     by_operation[WEIGHT_GRADIENT] = stages.weight_gradient
     by_operation[BACKWARD] = stages.backward
     by_operation[STEP] = stages.step
-    by_operation[REDUCE_GRADIENT] = stages.reduce
+    by_operation[REDUCE_GRADIENT] = by_operation[REDUCE_TIED] = stages.reduce
+    by_operation[SYNC_SCALARS] = (max(stages.send),) * table.num_stages
     in_flight = tuple(latency + transfer for latency, transfer in zip(stages.send, stages.transfer))
     by_operation[SEND_ACTIVATION], by_operation[SEND_GRADIENT] = in_flight, _from_above(in_flight)
     durations = _look_up(table, by_operation)
@@ -124,7 +126,7 @@ def time_rows(
         if operation in ASYNCHRONOUS:
             if operation == REDUCE_GRADIENT:
                 reductions[rank, table.stage[row]] = row
-            if costs.transfers and operation != REDUCE_GRADIENT:
+            if costs.transfers and operation in (SEND_ACTIVATION, SEND_GRADIENT):
                 starts[row], ends[row] = _transfer(table, row, start, costs, clocks)
             else:
                 starts[row], ends[row] = start, start + durations[row]
@@ -136,8 +138,7 @@ def time_rows(
         if awaited >= 0 and ends[awaited] > start:
             start = ends[awaited]
         if row in more:
-            others = more[row] if operation != SYNC_SCALARS else [settled(table, other) for other in more[row]]
-            start = max(start, *(ends[other] for other in others))
+            start = max(start, *(ends[other] for other in more[row]))
         if operation == STEP and (own := reductions.pop((rank, table.stage[row]), -1)) >= 0:
             together = [other for other in more.get(row, ()) if operation_of[other] == REDUCE_GRADIENT]
             start = max(start, _reduce([own, *together], starts, ends, durations))
@@ -161,13 +162,6 @@ def channel_of(table: Table, row: int) -> Channel:
     operation, stage = table.operation[row], table.stage[row]
     next_stage = stage + 1 if operation == SEND_ACTIVATION else stage - 1
     return table.rank[row], table.placement.rank_of(next_stage, table.microbatch[row]), operation
-
-
-def settled(table: Table, row: int) -> int:
-    """The last row up to this one that kept its rank from going on."""
-    while table.operation[row] in ASYNCHRONOUS and row > table.first_row[table.rank[row]]:
-        row -= 1
-    return row
 
 
 def _reduce(rows: Sequence[int], starts: list[float], ends: list[float], durations: Sequence[float]) -> float:

@@ -44,10 +44,13 @@ class Session:
 
     Args:
         fixed_shapes: a message of one run has the layout that it had in the first.
+        num_microbatches: of one batch, where microbatches count on from batch to batch; those of later batches have the
+            layouts of the first one's.
         layouts: those layouts, by line, stage and microbatch.
     """
 
     fixed_shapes: bool
+    num_microbatches: int | None = None
     layouts: dict[tuple[Line, int, int], Layout] = field(default_factory=dict)
 
 

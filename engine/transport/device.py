@@ -94,7 +94,7 @@ class DeviceTransport:
 
     def send(self, channel: Channel, packed: Packed, stage: int, microbatch: int) -> None:
         """Queue a message's tensors; before them its layout, where the other side cannot know it."""
-        key = (channel.line, stage, microbatch)
+        key = self._key(channel, stage, microbatch)
         known = self._known(key)
         if known is None:
             text = torch.frombuffer(bytearray(write_layout(packed.layout)), dtype=torch.uint8)
@@ -113,7 +113,7 @@ class DeviceTransport:
 
     def post(self, channel: Channel, stage: int, microbatch: int) -> Receipt:
         """Queue the receives of a message, at once where its layout is known, else when it is waited for."""
-        key = (channel.line, stage, microbatch)
+        key = self._key(channel, stage, microbatch)
         layout = self._known(key)
         source = None if layout is not None else self._host.post(channel, stage, microbatch)
         receipt = _DeviceReceipt(self, channel, key, layout, source)
@@ -160,6 +160,10 @@ class DeviceTransport:
         """Remember a message's layout for the next run."""
         if self._session.fixed_shapes:
             self._session.layouts[key] = layout
+
+    def _key(self, channel: Channel, stage: int, microbatch: int) -> Key:
+        period = self._session.num_microbatches
+        return channel.line, stage, microbatch if period is None else microbatch % period
 
     def _known(self, key: Key) -> Layout | None:
         return self._session.layouts.get(key) if self._session.fixed_shapes else None

@@ -14,8 +14,12 @@ from stagewright.schedules.library.one_f_one_b import OneFOneB
 from stagewright.schedules.library.pipedream import PipeDream
 from stagewright.schedules.library.seq1f1b import SequenceSliced
 from stagewright.schedules.library.two_buffered import DoubleBuffered
+from stagewright.schedules.library.v_half import VHalf
+from stagewright.schedules.library.v_min import VMin
+from stagewright.schedules.library.zb_auto import ZeroBubble1P, ZeroBubble2P, ZeroBubbleAuto
 from stagewright.schedules.library.zb_h1 import ZeroBubbleH1
 from stagewright.schedules.library.zb_h2 import ZeroBubbleH2
+from stagewright.schedules.library.zbv import ZeroBubbleV
 
 __all__ = [
     "BreadthFirst",
@@ -32,6 +36,12 @@ __all__ = [
     "OneFOneB",
     "PipeDream",
     "SequenceSliced",
+    "VHalf",
+    "VMin",
+    "ZeroBubble1P",
+    "ZeroBubble2P",
+    "ZeroBubbleAuto",
     "ZeroBubbleH1",
     "ZeroBubbleH2",
+    "ZeroBubbleV",
 ]

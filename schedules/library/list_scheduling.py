@@ -113,7 +113,6 @@ class ListScheduler:
 
     def _choose(self, rank: int, now: int) -> tuple[int, int]:
         """The lane that a free rank goes on with; or -1, and when to look again if nothing arrives before."""
-        weight = self._pending_weight(rank)
         plan, done, head = self.plans[rank], self.done[rank], self.heads[rank]
         while head < len(plan) and (done[head] or plan[head] % 3 == WEIGHT):
             head += 1
@@ -126,10 +125,11 @@ class ListScheduler:
                 wake = arrivals[count]
             if wake <= now:
                 fits = lane % 3 or self.stashed[rank] + self.pipeline.stashes[lane] <= self.capacities[rank]
-                return (lane if fits else weight), _NEVER
+                return (lane if fits else self._pending_weight(rank)), wake
             lane, wake = self._choose_early(rank, now, wake)
             if lane >= 0:
                 return lane, wake
+        weight = self._pending_weight(rank)
         if weight >= 0 and wake >= now + self.durations[weight] * self._share_to_fit(rank):
             return weight, wake
         return -1, wake

@@ -124,9 +124,3 @@ class ZeroBubble2P(MemoryCapped):
     def memory_caps(self) -> Sequence[float]:
         """2P of a rank's own stashes."""
         return tuple(2 * self.num_ranks * stash for stash in self.stashes)
-
-    def bubble_formula(self, costs: Costs) -> Formula | None:
-        """No rank ever waits, for F = I = W and M >= 2P - 1."""
-        if not (uniform(costs, self.num_stages).equal and self.num_microbatches >= 2 * self.num_ranks - 1):
-            return None
-        return no_bubble(...)

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from stagewright.engine import Pipeline, RankContext
 from stagewright.engine.transport.contract import Channel, Receipt, Session
+from stagewright.engine.transport.frame import FIRST_CAPACITY
 from stagewright.engine.transport.gloo import GlooTransport
 from stagewright.engine.value import Packed, pack
 
@@ -70,7 +71,7 @@ class Frames:
 
 
 class FrameCounter:
-    """Counts the frames of a transport that are alive."""
+    """Counts the frames of a transport that are alive; only large ones, which leaves out what ranks agree on."""
 
     def __init__(self, transport: GlooTransport) -> None:
         self.frames = Frames()
@@ -82,14 +83,16 @@ class FrameCounter:
 
     def receive(self, data: Tensor, source: int, tag: int) -> Any:
         """Note a receive buffer."""
-        self._received.append(StorageWeakRef(data.untyped_storage()))
+        if data.untyped_storage().nbytes() > FIRST_CAPACITY:
+            self._received.append(StorageWeakRef(data.untyped_storage()))
         self.frames.most_received = max(self.frames.most_received, self.count().left_received)
         return self._receive(data, source, tag)
 
     def write(self, packed: Packed, stage: int, microbatch: int) -> Tensor:
         """Note a frame to be sent."""
         frame = self._write(packed, stage, microbatch)
-        self._sent.append(StorageWeakRef(frame.untyped_storage()))
+        if frame.numel() > FIRST_CAPACITY:
+            self._sent.append(StorageWeakRef(frame.untyped_storage()))
         self.frames.most_sent = max(self.frames.most_sent, self.count().left_sent)
         return frame
 

@@ -126,13 +126,13 @@ class TestByHand:
         assert (rank_1["1STEP@1"], rank_1["0STEP@1"]) == ((13, 13.5), (15, 15.5))
         assert timeline.makespan == 16
 
-    def test_all_ranks_leave_a_sync_together_once_the_last_has_come(self) -> None:
+    def test_a_step_waits_for_the_scalars_of_all_ranks_which_travel_while_their_ranks_go_on(self) -> None:
         text = "0F0,0B0,SYNC_SCALARS,0STEP@1\n1F0,1B0,SYNC_SCALARS,1STEP@1"
         timeline = simulate(Program.from_csv(text), Costs(step=1, send=0.5))
-        for events in timeline.events:
-            assert [(event.start, event.end) for event in events[-2:]] == [(7, 7), (7, 8)]
-        assert timeline.makespan == 8
-        assert timeline.span == 7
+        rank_0, rank_1 = [[(event.start, event.end) for event in events[-2:]] for events in timeline.events]
+        assert rank_0 == [(7, 7.5), (7, 8)]  # the scalars of rank 1 have been there since 5
+        assert rank_1 == [(4.5, 5), (7.5, 8.5)]
+        assert timeline.makespan == 8.5
 
     def test_a_program_that_waits_in_a_circle_is_refused(self) -> None:
         with pytest.raises(ScheduleError, match="wait for each other"):
@@ -337,9 +337,12 @@ class TestUnequalCosts:
     def test_what_fixed_orders_lose(self, name: str, bubble: float) -> None:
         assert span_bubble(name, self.costs) == pytest.approx(bubble, abs=0.5e-3 + 1e-9)
 
-    @pytest.mark.parametrize(
-        ("name", "bubble"), [("zb-1p", 0.105), ("zb-2p", 0.055), ("zbv", 0.039), ("v-half", 0.119), ("v-min", 0.310)]
-    )
+    @pytest.mark.parametrize(("name", "bubble"), [("zb-1p", 0.105), ("zb-2p", 0.055)])
+    def test_what_list_schedules_lose(self, name: str, bubble: float) -> None:
+        """The published ones were made for these costs too."""
+        assert span_bubble(name, self.costs) <= bubble + 0.5e-3
+
+    @pytest.mark.parametrize(("name", "bubble"), [("zbv", 0.039), ("v-half", 0.119), ("v-min", 0.310)])
     def test_orders_made_for_these_costs_lose_less(self, name: str, bubble: float) -> None:
         assert span_bubble(name, self.costs) < bubble
 
