@@ -112,7 +112,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="1 samples as the model predicts, 0 takes the likeliest byte (default %(default)s)",
     )
-    output.add_argument("--quiet", action="store_true", help="print the closing table alone")
+    output.add_argument("--quiet", action="store_true", help="print the closing table alone, and the samples")
     # --batch-size keeps None for "not given", so that --global-batch-size can stand in for it.
     defaults = {field.name: field.default for field in fields(TrainSettings) if field.default is not MISSING}
     parser.set_defaults(**defaults | {"batch_size": None})

@@ -6,10 +6,10 @@ from typing import ClassVar, TypeAlias
 
 from stagewright.schedules.costs import Costs
 from stagewright.schedules.formula import Formula
-from stagewright.schedules.instructions import Backward, Forward, Instruction, Step
+from stagewright.schedules.instructions import Backward, Forward, Instruction, ReduceTied, Step, SyncScalars
 from stagewright.schedules.schedule import Order, Schedule
 
-Work: TypeAlias = Forward | Backward | Step
+Work: TypeAlias = Forward | Backward | Step | ReduceTied | SyncScalars
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class AsynchronousSchedule(Schedule, ABC):
     def order(self, rank: int) -> Order:
         """What a rank computes for a single batch that is then drained."""
         work = self.window(rank, 0) + self.drain(rank, 1)
-        return [instruction for instruction in work if not isinstance(instruction, Step)]
+        return [instruction for instruction in work if isinstance(instruction, Forward | Backward)]
 
     def streams(self, num_batches: int) -> tuple[tuple[Instruction, ...], ...]:
         """What every rank computes and updates in some batches and the drain after them, without communication."""

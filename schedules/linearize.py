@@ -75,13 +75,11 @@ def _waits_of_steps(table: Table) -> list[tuple[int, list[int]]]:
     for (_, stage), rows in reductions.items():
         replicas.setdefault(stage, []).append(rows)
     waits: list[tuple[int, list[int]]] = []
-    for row in table.others:
-        if table.operation[row] != STEP:
-            continue
-        rank, stage, turn = table.rank[row], table.stage[row], table.version[row] - 1
+    for (rank, stage), steps in table.rows_of(STEP).items():
         together = replicas.get(stage, []) + scalars + (list(tied.values()) if (rank, stage) in tied else [])
-        others = [rows[turn] for rows in together if 0 <= turn < len(rows)]
-        waits.append((row, [other for other in others if table.rank[other] != rank]))
+        for turn, row in enumerate(steps):
+            others = [rows[turn] for rows in together if turn < len(rows)]
+            waits.append((row, [other for other in others if table.rank[other] != rank]))
     return waits
 
 

@@ -16,8 +16,8 @@ def test_a_rank_without_work_was_an_index_error() -> None:
 
 def test_a_step_that_makes_version_0_waited_for_the_last_reduction() -> None:
     """Version - 1 indexed the reductions from behind."""
-    text = """0F0,1F1,1B1,0B0,0STEP@0,0REDUCE_GRAD,1REDUCE_GRAD,1STEP@1
-1F0,0F1,0B1,1B0,1REDUCE_GRAD,1STEP@1,0REDUCE_GRAD,0STEP@1"""
+    text = """0F0,1F1,1B1,0B0,0REDUCE_GRAD,0STEP@0,0REDUCE_GRAD,1REDUCE_GRAD,1STEP@1
+1F0,0F1,0B1,1B0,0REDUCE_GRAD,0STEP@1,1REDUCE_GRAD,1STEP@1,0REDUCE_GRAD"""
     assert simulate(Program.from_csv(text)).makespan == 12
 
 

@@ -17,7 +17,9 @@ from typing import Final
 from stagewright.schedules.library.lanes import FORWARD, INPUT, WEIGHT, Lanes, Pipeline
 
 _NEVER: Final = 1 << 62
-_TICKS: Final = 1_000_000  # that the longest instruction takes: times are whole numbers, so that equal ones compare equal
+_TICKS: Final = (
+    1_000_000  # that the longest instruction takes: times are whole numbers, so that equal ones compare equal
+)
 
 
 class ListScheduler:
@@ -36,7 +38,9 @@ class ListScheduler:
         patience: how much of a weight gradient must fit into a gap for it to be put there; a part of 1.
     """
 
-    def __init__(self, pipeline: Pipeline, plans: Sequence[Lanes], gradients_early: bool = True, patience: float = 0.0) -> None:
+    def __init__(
+        self, pipeline: Pipeline, plans: Sequence[Lanes], gradients_early: bool = True, patience: float = 0.0
+    ) -> None:
         scale = _TICKS / (max(pipeline.durations) or 1.0)
         self.durations = [round(duration * scale) for duration in pipeline.durations]
         self.followers = [(lane, round(hop * scale)) for lane, hop in pipeline.followers]

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice, product
 from typing import ClassVar, Final
 
 from stagewright.schedules.costs import Costs
@@ -19,10 +20,10 @@ from stagewright.schedules.library.list_scheduling import ListScheduler
 from stagewright.schedules.schedule import Order, Schedule
 
 # Ways to schedule a block: the share by which durations are evened out beforehand, and the patience (see ListScheduler).
-_WAYS: Final = ((0.0, 0.0), (0.0, 0.5), (0.5, 0.5), (1.0, 0.0))
+_WAYS: Final = ((0.0, 0.0), (1.0, 0.0), (0.5, 0.5), (0.0, 0.5))
 
-# Instructions that all tries together may come to: of a large pipeline, only the first ways and blocks are tried.
-_BUDGET: Final = 100_000
+# Instructions that all tries together may come to, so that a large pipeline is tried in fewer ways.
+_BUDGET: Final = 200_000
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,9 @@ def best_orders(pipeline: Pipeline, blocks: Sequence[BuildingBlock], gradients_e
             the last one is repeated at longer and longer periods until it fits.
         gradients_early: whether input gradients may overtake.
     """
-    busiest = max(sum(sum(pipeline.durations[3 * stage : 3 * stage + 3]) for stage in own) for own in pipeline.stages_of)
+    busiest = max(
+        sum(sum(pipeline.durations[3 * stage : 3 * stage + 3]) for stage in own) for own in pipeline.stages_of
+    )
     best: tuple[tuple[float, float], list[Lanes]] | None = None
     for plans, evened, patience in _tries(pipeline, blocks):
         orders = ListScheduler(evened, plans, gradients_early, patience).orders()
@@ -78,25 +81,14 @@ def best_orders(pipeline: Pipeline, blocks: Sequence[BuildingBlock], gradients_e
     return best[1]
 
 
-def _tries(
-    pipeline: Pipeline, blocks: Sequence[BuildingBlock]
-) -> Iterator[tuple[Sequence[Lanes], Pipeline, float]]:
-    """Plans, the durations and the patience to schedule them with: each way for all blocks, until the budget is spent."""
-    size = pipeline.num_microbatches * len(pipeline.durations)
-    num_tries = 0
-    fitting: list[list[Lanes]] = []
-    for share, patience in _WAYS:
-        evened = pipeline.evened(share)
-        if share and evened == pipeline:
-            continue
-        known = len(fitting) > 0
-        for plans in fitting if known else _fitting_plans(pipeline, blocks):
-            if num_tries > 0 and (num_tries + 1) * size > _BUDGET:
-                return
-            yield plans, evened, patience
-            num_tries += 1
-            if not known:
-                fitting.append(plans)
+def _tries(pipeline: Pipeline, blocks: Sequence[BuildingBlock]) -> Iterator[tuple[list[Lanes], Pipeline, float]]:
+    """Plans, with the durations and the patience to schedule them with: first blocks and first ways first."""
+    num_tries = max(_BUDGET // (pipeline.num_microbatches * len(pipeline.durations)), 1)
+    plans = list(islice(_fitting_plans(pipeline, blocks), num_tries))
+    evened = [(pipeline.evened(share), patience) for share, patience in _WAYS]
+    ways = [way for index, way in enumerate(evened) if way not in evened[:index]]
+    for block, way in sorted(product(range(len(plans)), range(len(ways))), key=sum)[:num_tries]:
+        yield plans[block], *ways[way]
 
 
 def _fitting_plans(pipeline: Pipeline, blocks: Sequence[BuildingBlock]) -> Iterator[list[Lanes]]:

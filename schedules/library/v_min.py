@@ -15,14 +15,22 @@ class VMin(VPlaced):
 
     ::
 
+        rank 0  F0 F1 F2 .. .. .. .. f0 i0 w0 .. .. f1 i1 w1 I0 F3 W0 .. f2 i2 I1 w2 W1 .. f3 i3 I2 w3 W2 .. .. .. I3 W3
+        rank 1  .. F0 F1 F2 .. .. f0 .. .. i0 w0 f1 .. .. I0 i1 w1 W0 f2 F3 I1 i2 w2 W1 f3 .. I2 i3 w3 W2 .. .. I3 W3 ..
+        rank 2  .. .. F0 F1 .. f0 .. f1 .. .. i0 w0 F2 I0 W0 .. i1 f2 w1 I1 F3 W1 i2 f3 w2 I2 W2 .. i3 w3 .. I3 W3 .. ..
+        rank 3  .. .. .. F0 f0 F1 f1 .. .. .. .. i0 I0 w0 F2 W0 f2 i1 I1 w1 W1 F3 f3 i2 I2 w2 W2 .. .. i3 I3 w3 W3 .. ..
+
     Args:
         costs: what the stages cost; the order is made for them.
     """
 
     name: ClassVar[str] = "v-min"
     aliases: ClassVar[tuple[str, ...]] = ("vmin",)
-    summary: ClassVar[str] = "two stages a rank in a V, split backward; a third of 1f1b's memory, two thirds of its bubble"
+    summary: ClassVar[str] = (
+        "two stages a rank in a V, split backward; a third of 1f1b's memory, two thirds of its bubble"
+    )
     blocks: ClassVar[tuple[BuildingBlock, ...]] = (
+        BuildingBlock(forward=(0, 0), gradient=(0, 0)),
         BuildingBlock(forward=(0, 0.5), gradient=(0, 0), spare=1),
         BuildingBlock(forward=(0.25, 0.75), gradient=(1, 0.25), spare=1),
         BuildingBlock(forward=(0, 0), gradient=(0.25, 0), spare=1),
@@ -32,7 +40,6 @@ class VMin(VPlaced):
         BuildingBlock(forward=(1, 0), gradient=(0, 0.5)),
         BuildingBlock(forward=(1, 0), gradient=(0, 0.75), spare=2),
         BuildingBlock(forward=(0, 0.5), gradient=(0, 0), turn=3, spare=1),
-        BuildingBlock(forward=(0, 0), gradient=(0, 0)),
     )
 
     @property

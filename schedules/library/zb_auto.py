@@ -55,6 +55,11 @@ class ZeroBubbleAuto(MemoryCapped):
 
     ::
 
+        rank 0  F0 F1 F2 F3 F4 F5 .. I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 .. ..
+        rank 1  .. F0 F1 F2 F3 F4 I0 F5 I1 W0 I2 W1 I3 W2 I4 W3 I5 W4 W5 .. ..
+        rank 2  .. .. F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 W0 I4 W1 I5 W2 W3 W4 W5 ..
+        rank 3  .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 W0 W1 W2 W3 W4 W5
+
     Args:
         costs: what the stages cost, also in memory; the order is made for them.
         memory_cap: the most that a rank may stash, in the unit of ``costs.activation_bytes`` and ``weight_bytes``;
@@ -91,6 +96,11 @@ class ZeroBubble1P(MemoryCapped):
 
     ::
 
+        rank 0  F0 F1 F2 F3 .. .. .. I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5
+        rank 1  .. F0 F1 F2 F3 .. I0 W0 I1 W1 F4 I2 W2 F5 I3 W3 I4 W4 I5 W5 ..
+        rank 2  .. .. F0 F1 F2 I0 F3 I1 W0 I2 W1 F4 I3 W2 F5 I4 W3 I5 W4 W5 ..
+        rank 3  .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
+
     Args:
         costs: what the stages cost, also in memory; the order is made for them.
     """
@@ -104,6 +114,19 @@ class ZeroBubble1P(MemoryCapped):
         """P of a rank's own stashes."""
         return tuple(self.num_ranks * stash for stash in self.stashes)
 
+    def bubble_formula(self, costs: Costs) -> Formula | None:
+        """(P-1)(F+I-W), for M >= P, W <= F <= I and the costs that the order was made for.
+
+        Within P stashes that last until W, no order idles less. Before its last input gradient, the last rank
+        has to do all but P of its weight gradients; that gradient then travels to the first rank.
+        """
+        stage = uniform(costs, self.num_stages)
+        forward, inputs, weights = stage.forward, stage.input_gradient, stage.weight_gradient
+        if costs != self.costs or self.num_microbatches < self.num_ranks or not weights <= forward <= inputs:
+            return None
+        idle = (self.num_ranks - 1) * (forward + inputs - weights)
+        return Formula("(P-1)(F+I-W)", idle, self.num_microbatches * (forward + inputs + weights))
+
 
 @register
 @dataclass(frozen=True)
@@ -111,6 +134,11 @@ class ZeroBubble2P(MemoryCapped):
     """List-scheduled in twice the memory of 1F1B: 2P whole stashes on every rank (Qi et al. 2024, section 5).
 
     ::
+
+        rank 0  F0 F1 F2 F3 F4 F5 F6 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 I6 W6 .. .. ..
+        rank 1  .. F0 F1 F2 F3 F4 I0 F5 I1 F6 I2 W0 I3 W1 I4 W2 I5 W3 I6 W4 W5 W6 .. ..
+        rank 2  .. .. F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 F6 I4 W0 I5 W1 I6 W2 W3 W4 W5 W6 ..
+        rank 3  .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 W0 W1 W2 W3 W4 W5 W6
 
     Args:
         costs: what the stages cost, also in memory; the order is made for them.
@@ -124,3 +152,10 @@ class ZeroBubble2P(MemoryCapped):
     def memory_caps(self) -> Sequence[float]:
         """2P of a rank's own stashes."""
         return tuple(2 * self.num_ranks * stash for stash in self.stashes)
+
+    def bubble_formula(self, costs: Costs) -> Formula | None:
+        """Nothing, for F = I = W and M >= 2P - 1: no rank waits between its first instruction and its last."""
+        stage = uniform(costs, self.num_stages)
+        if costs != self.costs or not stage.equal or self.num_microbatches < 2 * self.num_ranks - 1:
+            return None
+        return Formula("0", 0.0, self.num_microbatches * (stage.forward + stage.backward), "span")
