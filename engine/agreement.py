@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
-from stagewright.engine.transport.contract import Channel, Receipt, Transport
+from stagewright.engine.transport.contract import Channel, Kind, Receipt, Transport
 from stagewright.engine.value import pack
 
 
@@ -42,21 +44,22 @@ class Agreement:
     """
 
     def __init__(self, transport: Transport) -> None:
+        self.rank = transport.rank
         self._transport = transport.host
-        self._rank = transport.rank
-        self._others = [rank for rank in range(transport.num_ranks) if rank != transport.rank]
+        ranks = range(transport.num_ranks)
+        self._others = [rank for rank in ranks if rank != transport.rank]
         self._told: Scalars | None = None
-        pairs = [(one, other) for one in range(transport.num_ranks) for other in range(transport.num_ranks)]
-        self._transport.open([_channel(*pair) for pair in pairs if pair[0] != pair[1]])
+        pairs = [(one, other) for one in ranks for other in ranks if one != other]
+        self._transport.open([Channel(*pair, kind) for kind in _KINDS for pair in pairs])
         self._receipts: list[Receipt] = []
 
     def tell(self, own: Scalars) -> None:
         """Send this rank's part on its way."""
         self._told = own
-        numbers = pack(torch.tensor(dataclasses.astuple(own), dtype=torch.float64), f"rank {self._rank}", "scalars")
-        self._receipts = [self._transport.post(_channel(other, self._rank), 0, 0) for other in self._others]
+        numbers = pack(torch.tensor(dataclasses.astuple(own), dtype=torch.float64), f"rank {self.rank}", "scalars")
+        self._receipts = [self._transport.post(Channel(other, self.rank, "scalars"), 0, 0) for other in self._others]
         for other in self._others:
-            self._transport.send(_channel(self._rank, other), numbers, 0, 0)
+            self._transport.send(Channel(self.rank, other, "scalars"), numbers, 0, 0)
 
     def clear(self) -> None:
         """Forget what was told, after a failure."""
@@ -67,7 +70,7 @@ class Agreement:
         """Those of all ranks, added in the order of ranks and so the same everywhere; None if none were told."""
         if self._told is None:
             return None
-        of_ranks = {self._rank: self._told}
+        of_ranks = {self.rank: self._told}
         for other, receipt in zip(self._others, self._receipts):
             count, earlier, mixed, new, counts, overflow = receipt.wait().tensors[0].tolist()
             of_ranks[other] = Scalars(count, earlier, mixed, new, bool(counts), bool(overflow))
@@ -82,9 +85,29 @@ class Agreement:
             any(scalars.overflow for scalars in in_order),
         )
 
+    def spread(self, own: bytes, sources: Sequence[int], readers: Sequence[int]) -> list[bytes]:
+        """Bring what some ranks know to others, in one message each; every rank calls this alike.
 
-def _channel(source: int, destination: int) -> Channel:
-    return Channel(source, destination, "scalars")
+        Args:
+            own: what this rank knows; is not looked at unless it is a source.
+            sources, readers: the ranks that give, and those that get.
+
+        Returns:
+            What each source has given, in their order; nothing on a rank that is no reader.
+        """
+        others = [source for source in sources if source != self.rank] if self.rank in readers else []
+        receipts = {other: self._transport.post(Channel(other, self.rank, "gather"), 0, 0) for other in others}
+        if self.rank in sources:
+            letter = pack(torch.frombuffer(bytearray(own), dtype=torch.uint8), f"rank {self.rank}", "data")
+            for reader in readers:
+                if reader != self.rank:
+                    self._transport.send(Channel(self.rank, reader, "gather"), letter, 0, 0)
+        given = {other: bytes(receipt.wait().tensors[0].numpy().data) for other, receipt in receipts.items()}
+        return [given.get(source, own) for source in sources] if self.rank in readers else []
+
+
+# What numbers travel as, and what ``spread`` does.
+_KINDS: Final[tuple[Kind, ...]] = ("scalars", "gather")
 
 
 class LossScale:

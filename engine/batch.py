@@ -114,7 +114,7 @@ def num_rows(value: Value, name: str) -> int:
 
 def _split(value: Value, num_parts: int, dimension: int) -> list[Any]:
     if isinstance(value, Tensor):
-        return list(torch.tensor_split(value, num_parts, dimension))
+        return [_apart(part) for part in torch.tensor_split(value, num_parts, dimension)]
     if type(value) is dict:
         parts = {key: _split(member, num_parts, dimension) for key, member in value.items()}
         return [{key: part[index] for key, part in parts.items()} for index in range(num_parts)]
@@ -122,6 +122,14 @@ def _split(value: Value, num_parts: int, dimension: int) -> list[Any]:
         columns = [_split(member, num_parts, dimension) for member in value]
         return [type(value)(column[index] for column in columns) for index in range(num_parts)]
     return [value] * num_parts
+
+
+def _apart(part: Tensor) -> Tensor:
+    """The same memory under a version counter of its own.
+
+    Views of one batch share one: a stage that overwrites one microbatch would spoil what autograd saved of the others.
+    """
+    return part if part.requires_grad else part.data
 
 
 def tensors_of(value: Value) -> list[Tensor]:

@@ -5,22 +5,19 @@ microbatch: ``_forward`` takes its letter, runs the stage and puts the letter fo
 SEND takes it; ``_backward``, or ``_input_gradient`` and ``_weight_gradient``, do the same with gradients.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 from typing import assert_never
 
 import torch
 
+from stagewright.engine.assembly import Assembly
 from stagewright.engine.errors import PeerError
-from stagewright.engine.gradients import Gradients
 from stagewright.engine.mail import Mail
-from stagewright.engine.randomness import Seeds
 from stagewright.engine.run import Run
-from stagewright.engine.stage import Gradients as StageGradients
-from stagewright.engine.stage import Stage, gradients_as_value, gradients_of_value
-from stagewright.engine.transport.contract import Session, Transport
-from stagewright.engine.updater import Updater
+from stagewright.engine.stage import Gradients, Stage, gradients_as_value, gradients_of_value
+from stagewright.engine.transport.contract import Session
 from stagewright.engine.value import pack_input
 from stagewright.schedules import Instruction, Program
 from stagewright.schedules import instructions as ins
@@ -33,33 +30,21 @@ class Executor:
 
     Args:
         program: a verified program, or a piece of one.
-        stages: this rank's stages by index.
-        transport: connects the ranks.
-        gradients: of this rank, summed over copies where the program says so.
-        updater: makes new weights where the program says so.
-        seeds: of the random numbers of the stages.
+        assembly: the parts of this rank.
         fixed_shapes: every run has the shapes of the first; some transports are faster then.
         mail: what is in flight between pieces of one program; of its own where left out.
     """
 
     def __init__(
-        self,
-        program: Program,
-        stages: Mapping[int, Stage],
-        transport: Transport,
-        gradients: Gradients,
-        updater: Updater,
-        seeds: Seeds,
-        *,
-        fixed_shapes: bool = False,
-        mail: Mail | None = None,
+        self, program: Program, assembly: Assembly, *, fixed_shapes: bool = False, mail: Mail | None = None
     ) -> None:
+        transport = assembly.transport
         self.program = program
         self._transport = transport
-        self._stages = stages
-        self._gradients = gradients
-        self._updater = updater
-        self._seeds = seeds
+        self._stages = assembly.stages
+        self._gradients = assembly.gradients
+        self._updater = assembly.updater
+        self._seeds = assembly.seeds
         self._goes_on = mail is not None
         self._mail = mail or Mail(program, transport)
         self._session = Session(fixed_shapes)
@@ -82,14 +67,14 @@ class Executor:
         try:
             if not self._goes_on:
                 self._transport.begin(self._session)
-            if run.train:
+            if run.train and not self._goes_on:
                 self._updater.begin()
             with torch.set_grad_enabled(run.train):
                 for action in self._actions:
                     self._started = perf_counter()
                     action()
                     times.append((self._started, perf_counter()))
-            if run.train and not self._updates:
+            if run.train and not self._updates and not self._goes_on:
                 self._updater.finish_accumulating()
             if not self._goes_on:
                 self._transport.end()
@@ -143,7 +128,7 @@ class Executor:
             case ins.ReduceGradient(stage):
                 return partial(self._gradients.reduce, stage)
             case ins.ReduceTied(stage):
-                return partial(self._gradients.reduce_tied, stage)
+                return partial(self._updater.reduce_tied, stage)
             case ins.SyncScalars():
                 return self._tell_scalars
             case ins.Step(_, version):
@@ -161,7 +146,7 @@ class Executor:
         received = self._mail.take((True, index, microbatch)) if index else pack_input(run.inputs[of_batch])
         self._started = perf_counter()
         with self._transport.baton, self._seeds:
-            stage.weights.use(version + run.later_versions)
+            stage.weights.use(version + run.later_versions if run.train else None)
             output = stage.forward(microbatch, (run.step, of_batch), received, run.keywords[of_batch], num_left)
             if index < self.program.num_stages - 1:
                 self._mail.put((True, index + 1, microbatch), stage.hand_on(microbatch, output))
@@ -219,7 +204,7 @@ class Executor:
         update = microbatch // self.program.updates.microbatches_per_update + 1
         return version + self._run.later_versions, update
 
-    def _gradients_for(self, stage: Stage, microbatch: int) -> StageGradients | None:
+    def _gradients_for(self, stage: Stage, microbatch: int) -> Gradients | None:
         """dy, once it has arrived; None on the last stage, which starts from its loss."""
         if stage.index == self.program.num_stages - 1:
             return None
@@ -227,7 +212,7 @@ class Executor:
         self._started = perf_counter()
         return gradients_of_value(letter)
 
-    def _pass_back(self, stage: Stage, microbatch: int, dx: StageGradients) -> None:
+    def _pass_back(self, stage: Stage, microbatch: int, dx: Gradients) -> None:
         if stage.index:
             self._mail.put((False, stage.index - 1, microbatch), gradients_as_value(dx))
 

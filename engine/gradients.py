@@ -57,10 +57,10 @@ class Gradients:
         self._replicas.finish(stage)
         self._ties.start(stage)
 
-    def complete(self) -> None:
-        """Wait for every sum that was started."""
+    def complete(self, *, counted: bool = False) -> None:
+        """Wait for every sum that was started; only for those that this rank counts in a norm, if so wanted."""
         self._replicas.finish_all()
-        self._ties.finish()
+        self._ties.finish(counted=counted)
 
     def measure(self) -> Scalars:
         """What this rank contributes to the norm of all ranks' gradients."""

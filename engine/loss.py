@@ -3,17 +3,19 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
+from stagewright.engine.agreement import Agreement
 from stagewright.engine.batch import num_rows, tensors_of
-from stagewright.engine.transport.contract import Transport
 from stagewright.engine.value import Value
 
 # (output, target) -> the mean over the microbatch's rows, or (sum, count); either may have a dict of metrics behind it
 LossFunction: TypeAlias = Callable[[Value, Value], Any]
+
+_LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -38,18 +40,22 @@ class Means:
         return value / self.weight if self.weight else torch.zeros_like(value)
 
 
-def together(own: Means, transport: Transport) -> Means:
-    """The means of all ranks as those of the whole batch; every rank calls this alike."""
-    numbers = {name: value.item() for name, value in own.values.items()}
-    data = json.dumps([numbers, own.weight, own.counts]).encode() if numbers else b""
-    of_ranks = [json.loads(part) for part in transport.gather(data) if part]
-    names = dict.fromkeys(name for numbers, _, _ in of_ranks for name in numbers)
-    values = {
-        name: torch.tensor(sum(numbers.get(name, 0.0) for numbers, _, _ in of_ranks), dtype=torch.float64)
-        for name in names
-    }
-    counts = any(counts for _, _, counts in of_ranks)
-    return Means(values, sum(weight for _, weight, _ in of_ranks) if counts else 1.0, counts)
+def together(own: Means, agreement: Agreement, sources: Sequence[int], readers: Sequence[int]) -> Means:
+    """The means of the whole batch, from the parts that some ranks have seen; every rank calls this alike.
+
+    Args:
+        own: what this rank has seen.
+        agreement: connects the ranks.
+        sources, readers: the ranks that have seen a part, and those that get to know the whole; others get nothing.
+    """
+    numbers = {name: value.item() for name, value in own.values.items()} if agreement.rank in sources else {}
+    data = json.dumps([numbers, own.weight, own.counts]).encode()
+    parts = [json.loads(part) for part in agreement.spread(data, sources, readers)]
+    names = dict.fromkeys(name for numbers, _, _ in parts for name in numbers)
+    sums = {name: sum(numbers.get(name, 0.0) for numbers, _, _ in parts) for name in names}
+    values = {name: torch.tensor(total, dtype=torch.float64) for name, total in sums.items()}
+    counts = any(counts for _, _, counts in parts)
+    return Means(values, sum(weight for _, weight, _ in parts) if counts else 1.0, counts)
 
 
 class BatchLoss:
@@ -76,7 +82,7 @@ class BatchLoss:
         self._shares = [count / sum(rows) for count in rows]
         self._num_rows: int | None = None
         self._values: dict[str, Tensor] = {}
-        self._counts: list[Tensor | float] = []
+        self._counts: list[Tensor | float] = []  # tensors as they come: to ask a GPU for a number is to wait for it
         self._is_mean = False
 
     def of(self, microbatch: int, output: Value) -> tuple[Tensor, float]:
@@ -89,16 +95,15 @@ class BatchLoss:
         if count is None:
             if not self._knows_rows:
                 self._check_even(output)
-            share = self._shares[microbatch]
-            self._add("loss", loss.detach() * share)
+            weight: Tensor | float = self._shares[microbatch]
+            self._add("loss", loss.detach() * weight)
         else:
-            share = float(count)
-            self._counts.append(share)
+            weight = count.detach().reshape(()) if isinstance(count, Tensor) else count
+            self._counts.append(weight)
             self._add("loss", loss.detach())
         for name, metric in metrics.items():
-            if share:  # a mean over nothing may be anything
-                self._add(name, torch.as_tensor(metric).detach() * share)
-        return loss, share if count is None else 1.0
+            self._add(name, _weighted(metric, weight))
+        return loss, self._shares[microbatch] if count is None else 1.0
 
     def means(self) -> Means:
         """What this rank has seen; no values where it has computed no loss."""
@@ -106,6 +111,7 @@ class BatchLoss:
 
     def _add(self, name: str, value: Tensor) -> None:
         value = value.reshape(())
+        value = value.float() if value.dtype in _LOW_PRECISION else value
         self._values[name] = self._values[name] + value if name in self._values else value
 
     def _check_kind(self, count: Tensor | float | None) -> None:
@@ -148,7 +154,17 @@ def _parts(result: Any) -> tuple[Tensor, Tensor | float | None, Mapping[str, Any
         raise TypeError(f"loss_fn returns one number, the mean over the rows of its microbatch: got {_kind(loss)}")
     if count is not None and not (isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1)):
         raise TypeError(f"the count of a (sum, count) loss is one number: got {_kind(count)}")
+    for name, metric in metrics.items():
+        if not isinstance(metric, int | float) and not (isinstance(metric, Tensor) and metric.numel() == 1):
+            raise TypeError(f"a metric is one number: got {_kind(metric)} for {name!r}")
     return parts
+
+
+def _weighted(metric: Tensor | float, weight: Tensor | float) -> Tensor:
+    """A metric as often as it counts; a mean over nothing may be anything, also no number, and counts 0."""
+    if not isinstance(metric, Tensor):
+        metric = torch.tensor(metric, dtype=torch.float64)
+    return torch.where(torch.as_tensor(weight, device=metric.device) == 0, 0.0, metric.detach() * weight)
 
 
 def _kind(value: Any) -> str:

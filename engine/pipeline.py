@@ -1,33 +1,27 @@
 """Pipeline: what a trainer holds; a model cut into stages that trains by a schedule."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stagewright.engine.agreement import Agreement, LossScale
+from stagewright.engine.assembly import BuildStage, Options, assemble
 from stagewright.engine.batch import join, split, split_keywords
 from stagewright.engine.context import default_transport
 from stagewright.engine.executor import Executor
-from stagewright.engine.gradients import Gradients
 from stagewright.engine.loss import BatchLoss, LossFunction, Means, together
-from stagewright.engine.plan import Recompute, kept_microbatches, plan_of, splits_backward
-from stagewright.engine.randomness import Seeds
-from stagewright.engine.replicas import Replicas
+from stagewright.engine.plan import Recompute, plan_of, windows_of
 from stagewright.engine.run import Run
-from stagewright.engine.stage import Stage
-from stagewright.engine.ties import Ties
+from stagewright.engine.synchronous import SynchronousTraining
 from stagewright.engine.trace import gather_timeline
 from stagewright.engine.transport.contract import Session, Transport
-from stagewright.engine.updater import OptimizerFactory, Updater, clip, named_weights
+from stagewright.engine.updater import OptimizerFactory, clip, named_weights
 from stagewright.engine.value import Value
-from stagewright.engine.weights import SingleWeights
-from stagewright.schedules import Program, Schedule, Timeline, insert_agreements
-from stagewright.schedules.variants import forward_only, without_steps
-
-BuildStage: TypeAlias = Callable[[int], nn.Module] | Mapping[int, nn.Module]
+from stagewright.engine.windowed import WindowedTraining
+from stagewright.schedules import Program, Schedule, Timeline
+from stagewright.schedules.variants import forward_only
 
 
 class Pipeline:
@@ -57,6 +51,7 @@ class Pipeline:
         master_weights: keep fp32 copies of fp16 and bf16 parameters for the optimizer, and add gradients up in fp32.
         loss_scale: multiply losses by this before the backward, or ``"dynamic"``: by a factor that halves on every
             rank when a gradient overflows anywhere, in which case the update is skipped.
+        loss_counts: an asynchronous schedule must know beforehand that the loss comes as (sum, count).
         options: of the schedule.
 
     Raises:
@@ -83,55 +78,45 @@ class Pipeline:
         autocast: torch.dtype | None = None,
         master_weights: bool = False,
         loss_scale: float | Literal["dynamic"] | None = None,
+        loss_counts: bool = False,
         **options: Any,
     ) -> None:
         self._transport = transport or default_transport()
-        self.program = plan_of(schedule, self._transport.num_ranks, num_microbatches, options)
-        self.num_microbatches = self.program.num_microbatches
+        program, asynchronous = plan_of(schedule, self._transport.num_ranks, num_microbatches, options)
+        self.num_microbatches = program.num_microbatches
         self.num_steps = 0
         self.metrics: dict[str, Tensor] = {}
+        self._placement = program.placement
         self._loss_fn = loss_fn
         self._share_loss = share_loss
         self._split_spec = split_spec or {}
-        self._seeds = Seeds(seed, self._transport.device)
-        self._owned = self.program.placement.stages_of(self.rank)
-        splits = splits_backward(self.program)
-        with self._transport.baton:  # a stage that seeds before it draws its weights must not be disturbed
-            modules = {stage: _module(build_stage, stage, self._transport.device) for stage in self._owned}
-        self._weights = {stage: SingleWeights(module, master=master_weights) for stage, module in modules.items()}
-        self._stages = {
-            stage: Stage(
-                stage,
-                module,
-                self._seeds,
-                weights=self._weights[stage],
-                splits_backward=splits,
-                num_kept=kept_microbatches(recompute, stage),
-                autocast=autocast,
-            )
-            for stage, module in modules.items()
-        }
-        trained = {stage: weights.trained for stage, weights in self._weights.items()}
-        placement = self.program.placement
-        ties = Ties(tied, trained, placement, self._transport)
-        for weights in self._weights.values():
-            weights.end_update(0)  # tied masters have taken the first stage's value
-        replicas = Replicas(placement, trained, self._transport)
-        self._gradients = Gradients(self._weights, replicas, ties, placement, self.rank)
-        self._agreement = Agreement(self._transport)
-        self._updater = Updater(
-            optimizer,
-            self._weights,
-            self._gradients,
-            self._agreement,
+        chosen = Options(
+            optimizer=optimizer,
+            seed=seed,
+            recompute=recompute,
+            tied=tied,
             max_norm=max_norm,
-            loss_scale=LossScale.of(loss_scale),
+            autocast=autocast,
+            master_weights=master_weights,
+            loss_scale=loss_scale,
         )
-        self._fixed_shapes = not dynamic_shapes
-        self._tied_stages = ties.stages
-        self._executors: dict[tuple[bool, bool], Executor] = {}
+        self._assembly = assemble(build_stage, program, self._transport, chosen)
+        self._stages = self._assembly.stages
+        self._updater = self._assembly.updater
+        self._training: SynchronousTraining | WindowedTraining
+        if asynchronous is None:
+            self._training = SynchronousTraining(program, self._assembly, fixed_shapes=not dynamic_shapes)
+        else:
+            scalars = max_norm is not None or loss_scale is not None or loss_counts
+            windows = windows_of(asynchronous, self._assembly.ties.stages, scalars=scalars)
+            self._training = WindowedTraining(windows, self._assembly, fixed_shapes=not dynamic_shapes)
         self._forwards: dict[int, Executor] = {}
         self._last_run: tuple[Program, Run] | None = None
+
+    @property
+    def program(self) -> Program:
+        """What this rank and all others run for a batch; some batches and a drain where there is no flush."""
+        return self._training.program()
 
     @property
     def rank(self) -> int:
@@ -146,7 +131,7 @@ class Pipeline:
     @property
     def modules(self) -> dict[int, nn.Module]:
         """This rank's modules by stage."""
-        return {stage: self._stages[stage].module for stage in self._owned}
+        return {index: stage.module for index, stage in self._stages.items()}
 
     @property
     def grad_norm(self) -> float | None:
@@ -160,7 +145,7 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of what this rank trains; a name that occurs in two stages gets its stage in front."""
-        return iter(named_weights(self._weights))
+        return iter(named_weights(self._assembly.weights))
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the gradients of all stages together, each weight counted once; every rank calls this alike.
@@ -169,7 +154,7 @@ class Pipeline:
             The norm that they had.
         """
         self._transport.begin(Session(fixed_shapes=False))
-        return clip(self._gradients, self._agreement, max_norm)
+        return clip(self._assembly.gradients, self._assembly.agreement, max_norm)
 
     def train_step(self, x: Value = None, y: Value = None, **keywords: Value) -> Tensor | None:
         """One batch: forwards, backwards and one optimizer update.
@@ -209,7 +194,8 @@ class Pipeline:
         return join([outputs[microbatch] for microbatch in range(count)]) if outputs else None
 
     def flush(self) -> None:
-        """Finish everything that is in flight; nothing is, after a step of a synchronous schedule."""
+        """Do the backwards and updates that are left; none are, after a step of a synchronous schedule."""
+        self._training.drain(self.num_steps)
 
     def trace(self) -> Timeline:
         """When each instruction of the last training step ran, on all ranks, in seconds; every rank calls this alike.
@@ -224,6 +210,9 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's weights by stage, its optimizer's state, and how many steps were made."""
+        self.flush()
+        for weights in self._assembly.weights.values():
+            weights.use(None)
         modules = {stage: module.state_dict() for stage, module in self.modules.items()}
         return {"stages": modules, "num_steps": self.num_steps, **self._updater.state_dict()}
 
@@ -233,8 +222,8 @@ class Pipeline:
         Raises:
             ValueError: it belongs to other stages.
         """
-        if set(state["stages"]) != set(self._owned):
-            raise ValueError(f"this rank owns the stages {list(self._owned)}: the state has {sorted(state['stages'])}")
+        if set(state["stages"]) != set(self._stages):
+            raise ValueError(f"this rank owns the stages {list(self._stages)}: the state has {sorted(state['stages'])}")
         for stage, weights in state["stages"].items():
             self._stages[stage].module.load_state_dict(weights)
         self._updater.load_state_dict(state)
@@ -253,27 +242,16 @@ class Pipeline:
     def _train(self, updates: bool, x: Value, y: Value, keywords: Mapping[str, Value]) -> Tensor | None:
         count = self.num_microbatches
         loss = self._batch_loss(x, y, count)
-        executor = self._training_executor(updates)
         run = Run(self.num_steps, self._inputs(x, count), self._keywords(keywords, count), loss, train=True)
-        executor.run(run)
+        self._last_run = (self._training.train(run, updates=updates), run)
         self.num_steps += 1
-        self._last_run = (executor.program, run)
         return self._shared(loss.means())
 
-    def _training_executor(self, updates: bool) -> Executor:
-        """The program of a step, with what an update needs of all ranks; the first one finds out about the loss."""
-        scalars = self._updater.needs_scalars
-        executor = self._executors.get((updates, scalars))
-        if executor is None:
-            program = insert_agreements(self.program, tied_stages=self._tied_stages, scalars=scalars)
-            program = program if updates else without_steps(program)
-            executor = self._executors[updates, scalars] = self._executor(program, fixed_shapes=self._fixed_shapes)
-        return executor
-
     def _evaluate(self, x: Value, loss: BatchLoss | None, count: int, keywords: Mapping[str, Value]) -> Run:
+        self.flush()
         executor = self._forwards.get(count)
         if executor is None:
-            executor = self._forwards[count] = self._executor(forward_only(self.program.placement, count))
+            executor = self._forwards[count] = Executor(forward_only(self._placement, count), self._assembly)
         modes = [(module, module.training) for root in self.modules.values() for module in root.modules()]
         run = Run(self.num_steps, self._inputs(x, count), self._keywords(keywords, count), loss, train=False)
         try:
@@ -285,23 +263,12 @@ class Pipeline:
                 module.training = mode
         return run
 
-    def _executor(self, program: Program, *, fixed_shapes: bool = False) -> Executor:
-        return Executor(
-            program,
-            self._stages,
-            self._transport,
-            self._gradients,
-            self._updater,
-            self._seeds,
-            fixed_shapes=fixed_shapes,
-        )
-
     @property
     def _owns_last(self) -> bool:
-        return self.program.num_stages - 1 in self._owned
+        return self._placement.num_stages - 1 in self._stages
 
     def _inputs(self, x: Value, count: int) -> list[Value]:
-        if 0 not in self._owned:
+        if 0 not in self._stages:
             return []
         if x is None:
             raise ValueError(f"rank {self.rank} owns the first stage, so it needs the batch's input x: got None")
@@ -318,23 +285,10 @@ class Pipeline:
         return BatchLoss(self._loss_fn, targets, inputs)
 
     def _shared(self, means: Means) -> Tensor | None:
-        """The batch's loss, with its metrics: on all ranks if so wanted, and where several own the last stage."""
-        is_spread = len(self.program.placement.replicas_of(self.program.num_stages - 1)) > 1
-        if self._share_loss or is_spread:
-            means = together(means, self._transport)
-        if not self._owns_last and not self._share_loss:
-            means = Means({}, 1.0, counts=False)
+        """The batch's loss, with its metrics: on all ranks if so wanted, else wherever the last stage lives."""
+        owners = self._placement.replicas_of(self._placement.num_stages - 1)
+        readers = range(self._transport.num_ranks) if self._share_loss else owners
+        if len(readers) > 1:
+            means = together(means, self._assembly.agreement, owners, readers)
         self.metrics = {name: value for name in means.values if (value := means.mean(name)) is not None}
         return self.metrics.pop("loss", None)
-
-
-def _module(build_stage: BuildStage, stage: int, device: torch.device) -> nn.Module:
-    if isinstance(build_stage, Mapping):
-        if stage not in build_stage:
-            raise ValueError(f"this rank owns stage {stage}: the dict of modules has only {sorted(build_stage)}")
-        module = build_stage[stage]
-    else:
-        module = build_stage(stage)
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"a stage is an nn.Module: build_stage gave {type(module).__name__} for stage {stage}")
-    return module.to(device)

@@ -4,15 +4,18 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 from stagewright.schedules import Program, Schedule, ScheduleError, complete, create, verify
+from stagewright.schedules.asynchronous import AsynchronousSchedule
 from stagewright.schedules.instructions import InputGradient
+from stagewright.schedules.windows import Windows
 
 Recompute: TypeAlias = Literal["off", "full"] | int
 
 
 def plan_of(
     schedule: str | Schedule | Program, num_ranks: int, num_microbatches: int | None, options: Mapping[str, Any]
-) -> Program:
-    """The verified program of a schedule by name, of a Schedule, or of a Program that came from elsewhere.
+) -> tuple[Program, AsynchronousSchedule | None]:
+    """The verified program of a schedule by name, of a Schedule, or of a Program that came from elsewhere; and the
+    schedule itself, where it goes on from batch to batch.
 
     Raises:
         ScheduleError: the schedule cannot serve the shape, cannot be run, or the program is illegal.
@@ -37,11 +40,29 @@ def plan_of(
         if not schedule.runnable:
             raise ScheduleError(f"the engine cannot run {schedule.name}: {schedule.refusal}")
         program = schedule.program()
+        if isinstance(schedule, AsynchronousSchedule):
+            return program, schedule
     if program.updates.max_staleness or program.num_batches > 1:
         raise ScheduleError(
-            "the engine runs programs of one batch that end with their update; this one goes on beyond it"
+            "a program from elsewhere ends with the update of its one batch: this one goes on beyond it; give the "
+            "Schedule that it was made by"
         )
-    return program
+    return program, None
+
+
+def windows_of(schedule: AsynchronousSchedule, tied_stages: frozenset[int], *, scalars: bool) -> Windows:
+    """The windows of an asynchronous schedule, with what its updates need of other ranks.
+
+    Raises:
+        ScheduleError: an update after every microbatch would need values of all ranks.
+    """
+    if (scalars or tied_stages) and schedule.microbatches_per_update < schedule.num_microbatches:
+        raise ScheduleError(
+            f"{schedule.name} updates each stage by itself after every microbatch, each with another delay: gradient "
+            "norms, loss scales, counts and tied weights, which belong to one update of all stages, need 2bw or a "
+            "synchronous schedule"
+        )
+    return Windows(schedule, tied_stages, scalars)
 
 
 def splits_backward(program: Program) -> bool:

@@ -75,9 +75,14 @@ class Ties:
                 {other: [self._gradient(copy) for copy in copies] for other, copies in self._outgoing.items()}
             )
 
-    def finish(self) -> None:
-        """Give every copy on this rank the sum over all stages."""
-        if self._waiting or not self._ties:
+    def finish(self, *, counted: bool = False) -> None:
+        """Give every copy on this rank the sum over all stages.
+
+        Args:
+            counted: only if this rank holds a first copy, whose gradient it counts in a norm; for the others it would
+                wait here for no need.
+        """
+        if self._waiting or not self._ties or (counted and not any(min(tie) in self._parameters for tie in self._ties)):
             return
         self._waiting = self._own_stages()
         gradients = {copy: self._gradient(copy) for copy in self._own_copies()}

@@ -1,7 +1,7 @@
 """Updater: from a rank's complete gradients to its new weights, when the program says so."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.optim import Optimizer
@@ -50,6 +50,7 @@ class Updater:
         self._num_due = 0
         self._num_updates = 0
         self._heard: Scalars | None = None
+        self._plans: dict[int, list[dict[str, Any]]] = {}
 
     @property
     def needs_scalars(self) -> bool:
@@ -61,14 +62,27 @@ class Updater:
         """By what losses are multiplied before the backward."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
+    def plan(self, updates: Iterable[int]) -> None:
+        """Note the learning rates and other settings of now for updates that are made later."""
+        if self.optimizer is not None:
+            settings = [
+                {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
+            ]
+            self._plans.update(dict.fromkeys(updates, settings))
+
     def begin(self) -> None:
         """A batch begins."""
         self._num_due = 0
         self._gradients.begin()
 
+    def reduce_tied(self, stage: int) -> None:
+        """All gradients of a tied stage are there: start their sum over the stages that share a weight with it."""
+        self._weights[stage].bring_gradients(self._num_updates + 1)
+        self._gradients.reduce_tied(stage)
+
     def tell(self, means: Means | None) -> None:
         """All gradients of this rank are there: tell the other ranks what they must know of them."""
-        self._bring(self._num_updates + 1)
+        self._bring(self._num_updates + 1, counted=True)
         counts = means is not None and means.counts
         norms = self._gradients.measure() if self._max_norm is not None or self.loss_scale is not None else Scalars()
         weight = means.weight if means is not None and means.counts else 0.0
@@ -99,9 +113,10 @@ class Updater:
             return
         for weights in self._weights.values():
             weights.begin_update(version)
-        self.optimizer.step()
+        with Planned(self.optimizer, self._plans.pop(version, None)):
+            self.optimizer.step()
         for weights in self._weights.values():
-            weights.end_update(version)
+            weights.publish()
         self._gradients.drop()
 
     def finish_accumulating(self) -> None:
@@ -116,10 +131,10 @@ class Updater:
         self._agreement.clear()
         self._heard = None
 
-    def _bring(self, update: int) -> None:
+    def _bring(self, update: int, *, counted: bool = False) -> None:
         for weights in self._weights.values():
             weights.bring_gradients(update)
-        self._gradients.complete()
+        self._gradients.complete(counted=counted)
 
     def settle(self) -> bool:
         """Divide the new gradients by what they must be divided by, and add the earlier ones; False on an overflow."""
@@ -146,6 +161,33 @@ class Updater:
             self.optimizer.load_state_dict(optimizer)
         if self.loss_scale is not None and isinstance(scale, tuple):
             self.loss_scale.value, self.loss_scale.num_good_steps = scale
+
+
+class Planned:
+    """Context: an optimizer has the settings that were noted for an update, and afterwards its own again.
+
+    Args:
+        optimizer: whose.
+        settings: one dict a parameter group; None leaves all as it is.
+    """
+
+    def __init__(self, optimizer: Optimizer, settings: Sequence[Mapping[str, Any]] | None) -> None:
+        self._groups = optimizer.param_groups
+        self._settings = settings
+
+    def __enter__(self) -> None:
+        if self._settings is not None:
+            own = [{key: group[key] for key in planned} for group, planned in zip(self._groups, self._settings)]
+            self._apply(self._settings)
+            self._settings = own
+
+    def __exit__(self, *_: object) -> None:
+        if self._settings is not None:
+            self._apply(self._settings)
+
+    def _apply(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        for group, planned in zip(self._groups, settings):
+            group.update(planned)
 
 
 def named_weights(weights: Mapping[int, StageWeights]) -> Iterable[tuple[str, nn.Parameter]]:

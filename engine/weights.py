@@ -17,8 +17,8 @@ class StageWeights(Protocol):
         """What the optimizer trains, by name."""
         ...
 
-    def use(self, version: int) -> None:
-        """Let the module compute with a version."""
+    def use(self, version: int | None) -> None:
+        """Let the module compute with a version; the newest where None."""
         ...
 
     def begin_backward(self, version: int, update: int) -> None:
@@ -37,8 +37,8 @@ class StageWeights(Protocol):
         """Let the optimizer, which steps next, make a version of the newest one."""
         ...
 
-    def end_update(self, version: int) -> None:
-        """The optimizer has made the version."""
+    def publish(self) -> None:
+        """The optimizer has made the newest version: let the stage compute with what is trained."""
         ...
 
 
@@ -62,7 +62,7 @@ class SingleWeights:
                 self.trained[name] = nn.Parameter(parameter.detach().float())
                 self._masters.append((parameter, self.trained[name]))
 
-    def use(self, version: int) -> None:
+    def use(self, version: int | None) -> None:
         """There is one version."""
 
     def begin_backward(self, version: int, update: int) -> None:
@@ -79,7 +79,7 @@ class SingleWeights:
     def begin_update(self, version: int) -> None:
         """The optimizer works in place."""
 
-    def end_update(self, version: int) -> None:
+    def publish(self) -> None:
         """Round the masters to what the stage computes with."""
         with torch.no_grad():
             for parameter, master in self._masters:
@@ -103,7 +103,7 @@ class VersionedWeights:
 
     def __init__(self, module: nn.Module, num_versions: int, *, master: bool = False) -> None:
         self._slots = _slots_of(module)
-        parameters = dict(self._first_names(module))
+        parameters = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
         for name, parameter in parameters.items():
             if type(parameter) is not nn.Parameter:
                 raise ValueError(
@@ -117,9 +117,9 @@ class VersionedWeights:
         self.newest = 0
         self.use(0)
 
-    def use(self, version: int) -> None:
+    def use(self, version: int | None) -> None:
         """Put a version's parameters into the module's slots."""
-        parameters = self._versions[version % len(self._versions)]
+        parameters = self._of(self.newest if version is None else version)
         for holder, slot, name in self._slots:
             holder[slot] = parameters[name]
 
@@ -160,18 +160,15 @@ class VersionedWeights:
                     self.trained[name].data = free[name].data
         self.newest = version
 
-    def end_update(self, version: int) -> None:
-        """Round the masters into the new version."""
+    def publish(self) -> None:
+        """Round the masters into the newest version."""
         with torch.no_grad():
-            for name, parameter in self._of(version).items():
+            for name, parameter in self._of(self.newest).items():
                 if self._has_masters[name]:
                     parameter.copy_(self.trained[name])
 
     def _of(self, version: int) -> dict[str, nn.Parameter]:
         return self._versions[version % len(self._versions)]
-
-    def _first_names(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
 
     @staticmethod
     def _copy(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:

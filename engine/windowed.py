@@ -1,16 +1,11 @@
 """Windowed: training without a flush, one window of an asynchronous schedule a batch."""
 
-from collections.abc import Mapping
-
+from stagewright.engine.assembly import Assembly
 from stagewright.engine.executor import Executor
-from stagewright.engine.gradients import Gradients
 from stagewright.engine.mail import Mail
-from stagewright.engine.randomness import Seeds
 from stagewright.engine.run import Run
-from stagewright.engine.stage import Stage
-from stagewright.engine.transport.contract import Session, Transport
-from stagewright.engine.updater import Updater
-from stagewright.schedules import Program
+from stagewright.engine.transport.contract import Session
+from stagewright.schedules import Program, ScheduleError, verify
 from stagewright.schedules.windows import NUM_OPENING, Piece, Windows
 
 # Batches of the program that tells the channels: enough for every kind of window, and a drain in between.
@@ -22,37 +17,48 @@ class WindowedTraining:
 
     Args:
         windows: the schedule, cut.
-        stages, transport, gradients, updater, seeds: as for an Executor.
+        assembly: the parts of this rank.
         fixed_shapes: a batch has the shapes of the one before.
     """
 
-    def __init__(
-        self,
-        windows: Windows,
-        stages: Mapping[int, Stage],
-        transport: Transport,
-        gradients: Gradients,
-        updater: Updater,
-        seeds: Seeds,
-        *,
-        fixed_shapes: bool,
-    ) -> None:
+    def __init__(self, windows: Windows, assembly: Assembly, *, fixed_shapes: bool) -> None:
+        sample = windows.program(_SAMPLE)
+        verify(sample)
         self._windows = windows
-        self._parts = (stages, transport, gradients, updater, seeds)
-        self._transport = transport
+        self._assembly = assembly
+        self._transport = assembly.transport
         self._session = Session(fixed_shapes)
-        self._mail = Mail(windows.program(_SAMPLE), transport)
+        self._mail = Mail(sample, assembly.transport)
         self._executors: dict[tuple[str, int, int], Executor] = {}
         self.num_batches = 0
         self.num_drained = 0
+
+    @property
+    def _updates_per_batch(self) -> int:
+        return self._windows.schedule.num_microbatches // self._windows.schedule.microbatches_per_update
+
+    def program(self, *, updates: bool = True) -> Program:
+        """Some batches and the drain after them."""
+        return self._windows.program((NUM_OPENING,))
 
     @property
     def in_flight(self) -> bool:
         """Whether a drain would have anything to do."""
         return self.num_batches > self.num_drained
 
-    def train(self, run: Run) -> Program:
-        """Run the window of the next batch, and give the program that it was."""
+    def train(self, run: Run, *, updates: bool) -> Program:
+        """Run the window of the next batch, and give the program that it was.
+
+        Raises:
+            ScheduleError: gradients without their update are asked for.
+        """
+        if not updates:
+            raise ScheduleError(
+                f"{self._windows.schedule.name} never stops between batches, so there is no moment at which a batch's "
+                "gradients could be handed out: call train_step, or take a synchronous schedule"
+            )
+        first_update = 1 + self.num_batches * self._updates_per_batch
+        self._assembly.updater.plan(range(first_update, first_update + self._updates_per_batch))
         if not self.in_flight:
             self._transport.begin(self._session)
         piece = self._windows.window(self.num_batches, self.num_drained)
@@ -72,9 +78,7 @@ class WindowedTraining:
     def _run(self, piece: Piece, run: Run) -> Program:
         executor = self._executors.get(piece.name)
         if executor is None:
-            executor = self._executors[piece.name] = Executor(
-                self._program_of(piece), *self._parts, mail=self._mail
-            )
+            executor = self._executors[piece.name] = Executor(self._program_of(piece), self._assembly, mail=self._mail)
         run.first = self.num_batches * self._windows.schedule.num_microbatches
         run.later_microbatches, run.later_versions = piece.microbatches, piece.versions
         executor.run(run)

@@ -56,8 +56,8 @@ class Windows:
         tied_stages: stages that share a weight with another one.
         scalars: an update needs a value that depends on every rank, such as the gradient norm. Such a value is there
             only after the last backward of the batch on the first rank. So each rank tells its part as soon as it can,
-            and its STEP moves to just before the first forward that reads the version, or into the drain; the
-            backwards in between need a second sum of gradients.
+            and its STEP moves to just before the first forward that reads the version (or the next scalars, or into the
+            drain); the backwards in between need a second sum of gradients.
     """
 
     schedule: AsynchronousSchedule
@@ -142,14 +142,16 @@ def _pieces(windows: Windows, start: int, num_windows: int) -> tuple[tuple[Strea
 
 
 def _put_off(pieces: Sequence[Sequence[Work]], windows: Windows) -> list[list[Work]]:
-    """In the place of each STEP tell the other ranks what they must know, and step before the version is read."""
+    """In the place of each STEP tell the other ranks what they must know, and step later: before the version is read,
+    or before there is something to tell of the next one."""
     waiting: list[Step] = []
     put_off: list[list[Work]] = []
     for piece in pieces:
         work: list[Work] = []
         for instruction in piece:
             if isinstance(instruction, Step):
-                waiting.append(instruction)
+                work += waiting
+                waiting = [instruction]
                 work += [ReduceTied(instruction.stage)] if instruction.stage in windows.tied_stages else []
                 work += [SyncScalars()] if windows.scalars else []
                 continue

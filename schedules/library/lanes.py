@@ -70,14 +70,10 @@ class Pipeline:
         return 0.0 if self.rank_of[stage] == self.rank_of[stage + 1] else self.hops[stage]
 
     def evened(self, share: float) -> "Pipeline":
-        """The same pipeline with that share of the differences between F, I and W of a stage taken away."""
-        durations: list[float] = []
-        for stage in range(self.num_stages):
-            three = self.durations[3 * stage : 3 * stage + 3]
-            mean = sum(three) / 3
-            durations += [duration + share * (mean - duration) for duration in three]
-        hops = tuple((1 - share) * hop for hop in self.hops)
-        return replace(self, durations=tuple(durations), hops=hops)
+        """The same pipeline with that share of all differences between durations taken away, and of all hops."""
+        mean = sum(self.durations) / len(self.durations)
+        durations = tuple(duration + share * (mean - duration) for duration in self.durations)
+        return replace(self, durations=durations, hops=tuple((1 - share) * hop for hop in self.hops))
 
 
 def pipeline_of(

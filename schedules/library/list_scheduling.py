@@ -129,7 +129,7 @@ class ListScheduler:
                 wake = arrivals[count]
             if wake <= now:
                 fits = lane % 3 or self.stashed[rank] + self.pipeline.stashes[lane] <= self.capacities[rank]
-                return (lane if fits else self._pending_weight(rank)), wake
+                return (lane if fits else self._pending_weight(rank)), _NEVER
             lane, wake = self._choose_early(rank, now, wake)
             if lane >= 0:
                 return lane, wake
@@ -160,7 +160,7 @@ class ListScheduler:
     def _choose_early(self, rank: int, now: int, wake: int) -> tuple[int, int]:
         """The first lane of the plan that has arrived and may overtake; or -1, and when the next one arrives.
 
-        A lane is not worth it if what is planned before it arrives before a third of it is done.
+        A lane is not worth it if what is planned before it arrives before half of it is done.
         """
         ready: list[tuple[int, int]] = []
         for lane in self.early_lanes[rank]:
@@ -171,7 +171,7 @@ class ListScheduler:
                 elif arrivals[count] < wake:
                     wake = arrivals[count]
         for _, lane in sorted(ready):
-            if wake >= now + self.durations[lane] // 3:
+            if wake >= now + self.durations[lane] // 2:
                 return lane, wake
         return -1, wake
 

@@ -16,8 +16,8 @@ class VHalf(VPlaced):
     ::
 
         rank 0  F0 F1 F2 F3 .. .. .. f0 i0 f1 i1 w0 w1 .. f2 i2 I0 w2 W0 f3 i3 I1 w3 I2 W1 W2 .. I3 W3
-        rank 1  .. F0 F1 F2 F3 .. f0 .. f1 i0 w0 i1 w1 f2 .. I0 i2 w2 f3 W0 I1 i3 I2 w3 W1 W2 I3 W3 ..
-        rank 2  .. .. F0 F1 F2 f0 F3 f1 .. .. i0 w0 f2 i1 I0 w1 W0 f3 i2 I1 w2 I2 i3 W1 w3 I3 W2 W3 ..
+        rank 1  .. F0 F1 F2 F3 .. f0 .. f1 i0 w0 i1 w1 f2 I0 W0 i2 w2 f3 .. I1 i3 I2 W1 w3 W2 I3 W3 ..
+        rank 2  .. .. F0 F1 F2 f0 F3 f1 .. .. i0 w0 f2 I0 i1 w1 W0 f3 i2 I1 w2 I2 i3 W1 w3 I3 W2 W3 ..
         rank 3  .. .. .. F0 f0 F1 f1 F2 f2 .. .. i0 I0 w0 F3 W0 f3 i1 I1 i2 I2 w1 W1 i3 I3 w2 W2 w3 W3
 
     Args:
@@ -28,14 +28,15 @@ class VHalf(VPlaced):
     aliases: ClassVar[tuple[str, ...]] = ("vhalf",)
     summary: ClassVar[str] = "two stages a rank in a V, split backward; half of 1f1b's memory and of its bubble"
     blocks: ClassVar[tuple[BuildingBlock, ...]] = (
-        BuildingBlock(forward=(0.75, 0), gradient=(0, 0), turn=2),
-        BuildingBlock(forward=(0, 1), gradient=(0, 0), turn=1),
+        BuildingBlock(forward=(1, 0), gradient=(0, 1), turn=1),
+        BuildingBlock(forward=(0.75, 0), gradient=(0, 0), turn=4),
+        BuildingBlock(forward=(1, 0), gradient=(0, 0), turn=2),
         BuildingBlock(forward=(1, 0), gradient=(0, 0.5)),
         BuildingBlock(forward=(0.75, 0.75), gradient=(0.75, 0), turn=3),
-        BuildingBlock(forward=(0, 2), gradient=(1.5, 0.25), spare=1),
-        BuildingBlock(forward=(0.5, 0), gradient=(1.5, 0.75)),
         BuildingBlock(forward=(0.75, 0.25), gradient=(0, 0.5)),
-        BuildingBlock(forward=(0, 0), gradient=(0, 0)),
+        BuildingBlock(forward=(0.75, 0.5), gradient=(0.75, 0.25), turn=3),
+        BuildingBlock(forward=(0.75, 1), gradient=(0, 0)),
+        BuildingBlock(forward=(0.5, 0), gradient=(1.5, 0.75)),
     )
 
     @property

@@ -27,19 +27,18 @@ class VMin(VPlaced):
     name: ClassVar[str] = "v-min"
     aliases: ClassVar[tuple[str, ...]] = ("vmin",)
     summary: ClassVar[str] = (
-        "two stages a rank in a V, split backward; a third of 1f1b's memory, two thirds of its bubble"
+        "two stages a rank in a V, split backward; a third of 1f1b's memory at two thirds of its bubble"
     )
     blocks: ClassVar[tuple[BuildingBlock, ...]] = (
         BuildingBlock(forward=(0, 0), gradient=(0, 0)),
+        BuildingBlock(forward=(1, 0), gradient=(0, 0)),
+        BuildingBlock(forward=(1, 0), gradient=(0.5, 0.25), spare=2),
+        BuildingBlock(forward=(0, 0), gradient=(0.5, 0.75), spare=2),
+        BuildingBlock(forward=(0.75, 0.75), gradient=(0, 0.5), turn=2, spare=2),
         BuildingBlock(forward=(0, 0.5), gradient=(0, 0), spare=1),
-        BuildingBlock(forward=(0.25, 0.75), gradient=(1, 0.25), spare=1),
-        BuildingBlock(forward=(0, 0), gradient=(0.25, 0), spare=1),
-        BuildingBlock(forward=(1, 1), gradient=(0, 0), spare=2),
-        BuildingBlock(forward=(0.25, 0), gradient=(0, 0.75), spare=2),
-        BuildingBlock(forward=(0.75, 0.5), gradient=(0, 0), turn=1, spare=2),
-        BuildingBlock(forward=(1, 0), gradient=(0, 0.5)),
-        BuildingBlock(forward=(1, 0), gradient=(0, 0.75), spare=2),
-        BuildingBlock(forward=(0, 0.5), gradient=(0, 0), turn=3, spare=1),
+        BuildingBlock(forward=(0.25, 0.5), gradient=(0, 0), spare=1),
+        BuildingBlock(forward=(0.75, 1), gradient=(1, 0), spare=2),
+        BuildingBlock(forward=(0.25, 0), gradient=(0, 0.5)),
     )
 
     @property

@@ -13,7 +13,7 @@ from plain import make_batch, make_stage, squared_error
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from stagewright.engine import Pipeline, RankContext
+from stagewright.engine import PeerError, Pipeline, RankContext
 
 FAILING_RANK = 1
 FAILING_STEP = 1
@@ -155,3 +155,16 @@ def return_early(context: RankContext) -> None:
     """One rank returns while the others wait for what it never sends."""
     if context.rank != FAILING_RANK:
         context.transport.gather(b"")
+
+
+def tell_what_was_seen(context: RankContext, where: str) -> str:
+    """The error that each rank sees, when one fails in a step."""
+    try:
+        fail_in_step(context, where)
+    except (PeerError, ValueError) as error:
+        seen = f"{type(error).__name__}: {error}"
+        try:
+            fail_in_step(context, where)
+        except PeerError:
+            return seen
+    return "nothing"

@@ -1,0 +1,120 @@
+"""Assembly: everything that one rank has of a pipeline, put together from what the user asks for."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from stagewright.engine.agreement import Agreement, LossScale
+from stagewright.engine.gradients import Gradients
+from stagewright.engine.plan import Recompute, kept_microbatches, splits_backward
+from stagewright.engine.randomness import Seeds
+from stagewright.engine.replicas import Replicas
+from stagewright.engine.stage import Stage
+from stagewright.engine.ties import Ties
+from stagewright.engine.transport.contract import Transport
+from stagewright.engine.updater import OptimizerFactory, Updater
+from stagewright.engine.weights import SingleWeights, StageWeights, VersionedWeights
+from stagewright.schedules import Program
+
+BuildStage: TypeAlias = Callable[[int], nn.Module] | Mapping[int, nn.Module]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a rank computes and updates; ``Pipeline`` says what each means."""
+
+    optimizer: OptimizerFactory | None = None
+    seed: int = 0
+    recompute: Recompute | Mapping[int, Recompute] = "off"
+    tied: Sequence[Sequence[str]] = ()
+    max_norm: float | None = None
+    autocast: torch.dtype | None = None
+    master_weights: bool = False
+    loss_scale: float | Literal["dynamic"] | None = None
+    fixed_shapes: bool = True
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The parts of one rank.
+
+    Args:
+        transport: connects it to the others.
+        stages, weights: by stage.
+        ties, gradients, agreement, updater: lead from gradients to new weights.
+        seeds: of all its forwards.
+    """
+
+    transport: Transport
+    stages: Mapping[int, Stage]
+    weights: Mapping[int, StageWeights]
+    ties: Ties
+    gradients: Gradients
+    agreement: Agreement
+    updater: Updater
+    seeds: Seeds
+
+
+def assemble(build_stage: BuildStage, program: Program, transport: Transport, options: Options) -> Assembly:
+    """Build this rank's stages and all that trains them.
+
+    Raises:
+        ValueError: options contradict each other, or do not fit the stages.
+        TypeError: a stage is no module.
+    """
+    placement, rank = program.placement, transport.rank
+    owned = placement.stages_of(rank)
+    with transport.baton:  # a stage that seeds before it draws its weights must not be disturbed
+        modules = {stage: _module(build_stage, stage, transport.device) for stage in owned}
+    num_versions = program.updates.num_versions[rank] if program.updates.max_staleness else 1
+    weights = {stage: _weights(module, num_versions, options.master_weights) for stage, module in modules.items()}
+    seeds = Seeds(options.seed, transport.device)
+    splits = splits_backward(program)
+    stages = {
+        stage: Stage(
+            stage,
+            module,
+            seeds,
+            weights=weights[stage],
+            splits_backward=splits,
+            num_kept=kept_microbatches(options.recompute, stage),
+            autocast=options.autocast,
+        )
+        for stage, module in modules.items()
+    }
+    trained = {stage: of_stage.trained for stage, of_stage in weights.items()}
+    ties = Ties(options.tied, trained, placement, transport)
+    for of_stage in weights.values():
+        of_stage.publish()  # tied weights have taken the first stage's value
+    gradients = Gradients(weights, Replicas(placement, trained, transport), ties, placement, rank)
+    agreement = Agreement(transport)
+    updater = Updater(
+        options.optimizer,
+        weights,
+        gradients,
+        agreement,
+        max_norm=options.max_norm,
+        loss_scale=LossScale.of(options.loss_scale),
+    )
+    return Assembly(transport, stages, weights, ties, gradients, agreement, updater, seeds)
+
+
+def _weights(module: nn.Module, num_versions: int, master: bool) -> StageWeights:
+    if num_versions == 1:
+        return SingleWeights(module, master=master)
+    return VersionedWeights(module, num_versions, master=master)
+
+
+def _module(build_stage: BuildStage, stage: int, device: torch.device) -> nn.Module:
+    if isinstance(build_stage, Mapping):
+        if stage not in build_stage:
+            raise ValueError(f"this rank owns stage {stage}: the dict of modules has only {sorted(build_stage)}")
+        module = build_stage[stage]
+    else:
+        module = build_stage(stage)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"a stage is an nn.Module: build_stage gave {type(module).__name__} for stage {stage}")
+    return module.to(device)
