@@ -1,7 +1,7 @@
 """Gradients: those of one rank, from the first backward of a batch to the update."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,8 @@ class Gradients:
     ) -> None:
         self._replicas = replicas
         self._ties = ties
-        self._earlier: dict[nn.Parameter, Tensor] = {}
+        # Those of earlier batches while a batch runs; None between batches.
+        self._earlier: dict[nn.Parameter, Tensor] | None = None
         self._all = [parameter for of_stage in weights.values() for parameter in of_stage.trained.values()]
         repeated = ties.repeated()
         self._counted = [
@@ -43,10 +44,9 @@ class Gradients:
 
     def begin(self) -> None:
         """Set aside what earlier batches left."""
-        for parameter in self._all:
-            if parameter.grad is not None:
-                self._earlier[parameter] = parameter.grad
-                parameter.grad = None
+        self._earlier = {parameter: parameter.grad for parameter in self._all if parameter.grad is not None}
+        for parameter in self._earlier:
+            parameter.grad = None
 
     def reduce(self, stage: int) -> None:
         """Start the sum over the copies of a stage."""
@@ -64,7 +64,8 @@ class Gradients:
 
     def measure(self) -> Scalars:
         """What this rank contributes to the norm of all ranks' gradients."""
-        pairs = [(self._earlier.get(parameter), parameter.grad) for parameter in self._counted]
+        before = self._earlier or {}
+        pairs = [(before.get(parameter), parameter.grad) for parameter in self._counted]
         new = _sum_of_products([(n, n) for _, n in pairs])
         earlier = _sum_of_products([(e, e) for e, _ in pairs])
         mixed = _sum_of_products(pairs)
@@ -74,9 +75,16 @@ class Gradients:
     def settle(self, factor: float = 1.0) -> None:
         """Multiply the new gradients by a factor and add those that were set aside."""
         self.scale(factor)
-        for parameter, earlier in self._earlier.items():
+        for parameter, earlier in (self._earlier or {}).items():
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-        self._earlier.clear()
+        self._earlier = None
+
+    def discard(self) -> None:
+        """Drop the new gradients; those that were set aside are there again."""
+        if self._earlier is not None:
+            for parameter in self._all:
+                parameter.grad = self._earlier.get(parameter)
+        self._earlier = None
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients by a factor."""
@@ -85,21 +93,32 @@ class Gradients:
             torch._foreach_mul_(gradients, factor)
 
     def drop(self) -> None:
-        """Forget all gradients, those set aside too."""
-        self._earlier.clear()
+        """Drop all gradients, those set aside too."""
+        self._earlier = None
         for parameter in self._all:
             parameter.grad = None
 
     def forget_batch(self) -> None:
-        """Forget the sums of a batch that has failed."""
+        """Leave things as they were before a batch that has failed."""
         self._replicas.clear()
         self._ties.clear()
+        self.discard()
 
 
-def _sum_of_products(pairs: list[tuple[Tensor | None, Tensor | None]]) -> float:
+def _sum_of_products(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> float:
     """The sum over all elements of all pairs, in double precision."""
-    total = 0.0
-    for left, right in pairs:
-        if left is not None and right is not None and left.numel():
-            total += float(torch.dot(left.reshape(-1).double(), right.reshape(-1).double()))
-    return total
+    products = [_product(left, right) for left, right in pairs if left is not None and right is not None]
+    return float(torch.stack(products).sum()) if products else 0.0  # one wait for the device, not one a parameter
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """The sum over all elements of two gradients, which are dense or sparse each."""
+    if left is right:
+        elements = left.coalesce().values() if left.is_sparse else left
+        return torch.linalg.vector_norm(elements, dtype=_double(elements)).double() ** 2
+    left, right = (gradient.to_dense() if gradient.is_sparse else gradient for gradient in (left, right))
+    return torch.vdot(left.reshape(-1).to(_double(left)), right.reshape(-1).to(_double(right))).real
+
+
+def _double(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64

@@ -71,15 +71,29 @@ class BatchLoss:
         targets: one a microbatch, or None each for a loss without targets.
         inputs: one a microbatch; they tell the rows where there are no targets, and are not needed where the rows
             divide evenly.
+        per_update: microbatches whose gradients go into one update; all of the batch where left out.
+        allows_counts: whether a (sum, count) can be divided: an asynchronous schedule must know of it beforehand.
     """
 
-    def __init__(self, function: LossFunction, targets: Sequence[Value], inputs: Sequence[Value]) -> None:
+    def __init__(
+        self,
+        function: LossFunction,
+        targets: Sequence[Value],
+        inputs: Sequence[Value],
+        *,
+        per_update: int | None = None,
+        allows_counts: bool = True,
+    ) -> None:
         self._function = function
+        self._allows_counts = allows_counts
         self._targets = targets
         counted = targets if targets[0] is not None else inputs
         self._knows_rows = counted[0] is not None
         rows = [num_rows(value, "the target") if self._knows_rows else 1 for value in counted]
         self._shares = [count / sum(rows) for count in rows]
+        size = per_update or len(rows)
+        updates = [rows[start : start + size] for start in range(0, len(rows), size)]
+        self._gradients = [count / sum(update) for update in updates for count in update]
         self._num_rows: int | None = None
         self._values: dict[str, Tensor] = {}
         self._counts: list[Tensor | float] = []  # tensors as they come: to ask a GPU for a number is to wait for it
@@ -103,7 +117,7 @@ class BatchLoss:
             self._add("loss", loss.detach())
         for name, metric in metrics.items():
             self._add(name, _weighted(metric, weight))
-        return loss, self._shares[microbatch] if count is None else 1.0
+        return loss, self._gradients[microbatch] if count is None else 1.0
 
     def means(self) -> Means:
         """What this rank has seen; no values where it has computed no loss."""
@@ -115,6 +129,11 @@ class BatchLoss:
         self._values[name] = self._values[name] + value if name in self._values else value
 
     def _check_kind(self, count: Tensor | float | None) -> None:
+        if count is not None and not self._allows_counts:
+            raise TypeError(
+                "loss_fn returned (sum, count): an asynchronous schedule must know beforehand that it does; give the "
+                "Pipeline loss_counts=True"
+            )
         if self._is_mean if count is not None else bool(self._counts):
             raise TypeError("loss_fn returns either a mean or (sum, count), the same for all microbatches: got both")
         self._is_mean = count is None

@@ -282,7 +282,13 @@ class Pipeline:
             raise ValueError("training and evaluation need a loss: give the Pipeline a loss_fn")
         targets = split(y if self._owns_last else None, count, "y")
         inputs = split(x if self._owns_last and y is None else None, count, "x")
-        return BatchLoss(self._loss_fn, targets, inputs)
+        return BatchLoss(
+            self._loss_fn,
+            targets,
+            inputs,
+            per_update=self._training.microbatches_per_update,
+            allows_counts=self._training.allows_counts,
+        )
 
     def _shared(self, means: Means) -> Tensor | None:
         """The batch's loss, with its metrics: on all ranks if so wanted, else wherever the last stage lives."""

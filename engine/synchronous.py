@@ -22,6 +22,16 @@ class SynchronousTraining:
         self._fixed_shapes = fixed_shapes
         self._executors: dict[tuple[bool, bool], Executor] = {}
 
+    @property
+    def microbatches_per_update(self) -> int:
+        """All of the batch."""
+        return self._program.num_microbatches
+
+    @property
+    def allows_counts(self) -> bool:
+        """The first batch finds out whether the loss comes as (sum, count)."""
+        return True
+
     def train(self, run: Run, *, updates: bool) -> Program:
         """Run one batch, and give the program that did it."""
         executor = self._executor(updates, self._assembly.updater.needs_scalars)

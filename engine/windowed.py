@@ -42,6 +42,16 @@ class WindowedTraining:
         return self._windows.program((NUM_OPENING,))
 
     @property
+    def microbatches_per_update(self) -> int:
+        """Microbatches whose gradients go into one update."""
+        return self._windows.schedule.microbatches_per_update
+
+    @property
+    def allows_counts(self) -> bool:
+        """Whether the windows have the scalars that the division by a count needs."""
+        return self._windows.scalars
+
+    @property
     def in_flight(self) -> bool:
         """Whether a drain would have anything to do."""
         return self.num_batches > self.num_drained
