@@ -1,33 +1,38 @@
 """The flags of the command, and the words that teach them."""
 
 import argparse
-import os
 import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from stagewright.cli import compare_command, show_command, verify_command
-from stagewright.cli.settings import TrainSettings
+from stagewright.cli.settings import DTYPES, OPTIMIZERS, TrainSettings
+from stagewright.cli.torchrun import torchrun_num_ranks
 from stagewright.schedules import ScheduleError, add_arguments, from_arguments
 
 OVERVIEW = """\
 examples:
   stagewright list                                       the schedules there are
   stagewright show 1f1b --ranks 4 --microbatches 8       who computes what, and when
+  stagewright show zbv --ranks 4 -o zbv.svg              the same as a picture (svg, html) or data (csv, json, trace)
   stagewright compare --ranks 8 --microbatches 32        bubbles, stashes and sends of all schedules in one table
   stagewright verify program.csv                         whether a program from elsewhere is legal
   stagewright train                                      a small GPT on 2 local processes
-  stagewright train --schedule gpipe --ranks 4           the same model, another schedule
+  stagewright train --schedule gpipe --ranks 4           the same model and the same losses, another schedule
+  stagewright train --schedule 2bw --ranks 4             without flushes, on weights that are one update old
 
-`stagewright COMMAND --help` says more about each command.
+A schedule of your own is one decorated class in a module: --schedule-module my_schedules makes its name known to show,
+compare and train. `stagewright COMMAND --help` says more about each command.
 """
 
 TRAIN_EXAMPLES = """\
 examples:
   stagewright train                                        1F1B on 2 local processes, the standard library's sources
   stagewright train --schedule gpipe --ranks 4 --microbatches 8 --steps 200
-  stagewright train --data ~/notes --layers 6 --hidden 192 --lr 1e-3
+  stagewright train --schedule 2bw --ranks 2               without flushes, on weights that are one update old
+  stagewright train --schedule interleaved --chunks 2 --recompute full --dtype bfloat16 --clip 1 --tie
+  stagewright train --data ~/notes --layers 6 --hidden 192 --lr 1e-3 --optimizer muon
   stagewright train --global-batch-size 32 --micro-batch-size 4        the Megatron way to say --microbatches 8
   stagewright train --quiet --metrics run.jsonl            the table alone, and one JSON object a step
   stagewright train --sample "def " "class "               at the end, what the model writes after these prompts
@@ -38,9 +43,10 @@ examples:
   torchrun --nnodes 2 --nproc-per-node 1 --node-rank 0 --master-addr FIRST --master-port 29500 \\
       -m stagewright.cli train
 
-Every update reads --batch-size sequences, cut into --microbatches; the model is cut into as many stages as the schedule
-has. The same seed gives the same losses for every schedule, number of ranks and number of microbatches (with --dropout,
-the microbatches must be the same too). At the end, bits per byte on files that were held out.
+Every batch has --batch-size sequences, cut into --microbatches; the model is cut into as many stages as the schedule
+has. The same seed gives the same losses for every synchronous schedule, number of ranks and number of microbatches (with
+--dropout, the microbatches must be the same too). 2bw and pipedream compute on older weights and have curves of their
+own. The rank that has the loss reports. At the end, bits per byte on files that were held out.
 """
 
 
@@ -89,17 +95,15 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )
     text.add_argument("--sequence", type=count, metavar="N", help="bytes of one sequence (default %(default)s)")
     text.add_argument(
-        "--batch-size", type=count, metavar="N", help=f"sequences of one update (default {TrainSettings.batch_size})"
+        "--batch-size", type=count, metavar="N", help=f"sequences of one batch (default {TrainSettings.batch_size})"
     )
     model = parser.add_argument_group("model")
     model.add_argument("--layers", type=count, metavar="N", help="transformer layers (default %(default)s)")
     model.add_argument("--hidden", type=count, metavar="N", help="width of the activations (default %(default)s)")
     model.add_argument("--heads", type=count, metavar="N", help="attention heads (default %(default)s)")
     model.add_argument("--dropout", type=float, metavar="P", help="share that is dropped (default %(default)s)")
-    learning = parser.add_argument_group("learning")
-    learning.add_argument("--steps", type=count, metavar="N", help="updates (default %(default)s)")
-    learning.add_argument("--lr", type=duration, metavar="X", help="highest learning rate (default %(default)s)")
-    learning.add_argument("--seed", type=int, metavar="N", help="of weights, text order, dropout (default %(default)s)")
+    model.add_argument("--tie", action="store_true", help="one weight for embedding and head, whatever their ranks")
+    _add_learning(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--metrics", type=Path, metavar="FILE", help="write one JSON object a step to this file")
     output.add_argument(
@@ -116,6 +120,41 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     # --batch-size keeps None for "not given", so that --global-batch-size can stand in for it.
     defaults = {field.name: field.default for field in fields(TrainSettings) if field.default is not MISSING}
     parser.set_defaults(**defaults | {"batch_size": None})
+
+
+def _add_learning(parser: argparse.ArgumentParser) -> None:
+    learning = parser.add_argument_group("learning")
+    learning.add_argument("--steps", type=count, metavar="N", help="updates (default %(default)s)")
+    learning.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        help="muon: for the matrices of the layers, adamw for the rest; sgd: with momentum 0.9 (default %(default)s)",
+    )
+    learning.add_argument("--lr", type=positive, metavar="X", help="highest learning rate (default %(default)s)")
+    learning.add_argument(
+        "--clip", type=positive, metavar="NORM", help="clip the gradients of all stages together to this norm"
+    )
+    learning.add_argument(
+        "--accumulate",
+        type=count,
+        metavar="N",
+        help="batches of one update, their losses averaged (default 1)",
+    )
+    learning.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="of weights and activations (default %(default)s). With bfloat16 and float16 the optimizer trains fp32 "
+        "copies, and gradients are added up in fp32; float16 also scales the loss, by a factor that halves on all "
+        "ranks when a gradient overflows on any, which skips the update",
+    )
+    learning.add_argument(
+        "--recompute",
+        type=recompute,
+        metavar="off|full|K",
+        help="full: keep only the input of every forward, and run it again when its gradient is due; "
+        "K: all but the last K microbatches of a batch (default %(default)s)",
+    )
+    learning.add_argument("--seed", type=int, metavar="N", help="of weights, text order, dropout (default %(default)s)")
 
 
 def train_settings(arguments: argparse.Namespace) -> TrainSettings:
@@ -140,16 +179,6 @@ def train_settings(arguments: argparse.Namespace) -> TrainSettings:
     return TrainSettings(**{field.name: getattr(arguments, field.name) for field in fields(TrainSettings)})
 
 
-def torchrun_num_ranks() -> int | None:
-    """Return the number of ranks that torchrun, or another launcher that sets its variables, has started, if any."""
-    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
-
-
-def is_first_rank() -> bool:
-    """Say whether this process may speak for all: it is rank 0, or no launcher has started it."""
-    return torchrun_num_ranks() is None or os.environ["RANK"] == "0"
-
-
 def count(text: str) -> int:
     """Read a whole number from 1 up."""
     if text.isascii() and text.isdigit() and int(text) >= 1:
@@ -157,7 +186,7 @@ def count(text: str) -> int:
     raise argparse.ArgumentTypeError(f"a whole number from 1 up is needed: got {text!r}")
 
 
-def duration(text: str) -> float:
+def positive(text: str) -> float:
     """Read a number above 0."""
     try:
         value = float(text)
@@ -166,6 +195,17 @@ def duration(text: str) -> float:
     if 0.0 < value < float("inf"):
         return value
     raise argparse.ArgumentTypeError(f"a number above 0 is needed: got {text!r}")
+
+
+def recompute(text: str) -> Literal["off", "full"] | int:
+    """Read `off`, `full`, or a whole number from 0 up."""
+    match text:
+        case "off" | "full":
+            return text
+        case _ if text.isascii() and text.isdigit():
+            return int(text)
+        case _:
+            raise argparse.ArgumentTypeError(f"off, full or a whole number from 0 up is needed: got {text!r}")
 
 
 def temperature(text: str) -> float:

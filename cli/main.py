@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from stagewright.cli import compare_command, show_command, verify_command
-from stagewright.cli.arguments import build_parser, is_first_rank, train_settings
+from stagewright.cli.arguments import build_parser, train_settings
+from stagewright.cli.report import MetricsError
 from stagewright.cli.show import list_schedules
+from stagewright.cli.torchrun import is_first_rank
 from stagewright.schedules import ScheduleError
 
 EXIT_WRONG_INPUT = 2
@@ -57,11 +59,13 @@ def run_train(parsed: argparse.Namespace) -> int:
         train_command.run(settings, corpus, Console())
     except ScheduleError as error:
         return complain("train", error)
+    except MetricsError as error:
+        return complain("train", error, all_ranks=False)
     return 0
 
 
-def complain(command: str, error: ValueError) -> int:
-    """Say what is wrong with the input; of many ranks, one says it for all."""
-    if is_first_rank():
+def complain(command: str, error: ValueError, *, all_ranks: bool = True) -> int:
+    """Say what is wrong with the input; where all ranks have the same to say, one says it for all."""
+    if is_first_rank() or not all_ranks:
         sys.stderr.write(f"stagewright {command}: {error}\n")
     return EXIT_WRONG_INPUT

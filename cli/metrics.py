@@ -9,27 +9,34 @@ from stagewright.cli.bubble import Bubble
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one step did: `step` counts from 1, `loss` is in nats per byte."""
+    """What one step did: `step` counts from 1, `loss` is in nats per byte.
+
+    `grad_norm` is that of all stages together before clipping, in the latest update; None where nobody asked for it.
+    """
 
     step: int
     loss: float
     tokens_per_second: float
     step_seconds: float
+    grad_norm: float | None = None
 
 
 @dataclass(frozen=True)
 class TrainResult:
     """What the whole run did. Losses are in nats per byte, unless they are called bits.
 
-    `continuations` are what the model wrote after each prompt.
+    `version` is the weight version that was validated, `loss_scale` that of float16 at the end; `continuations` are
+    what the model wrote after each prompt.
     """
 
     first_loss: float
     last_loss: float
     validation_loss: float
+    version: int
     unigram_bits: float
     tokens_per_second: float
     bubble: Bubble
+    loss_scale: float | None = None
     continuations: tuple[bytes, ...] = ()
 
     @property

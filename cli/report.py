@@ -13,8 +13,13 @@ from rich.text import Text
 
 from stagewright.cli.metrics import Listener, StepMetrics, TrainResult
 from stagewright.cli.settings import TrainSettings
+from stagewright.schedules import Schedule
 
 NUM_LINES = 20
+
+
+class MetricsError(ValueError):
+    """The file of metrics cannot be written."""
 
 
 class Silence:
@@ -69,19 +74,23 @@ class JsonLines(Silence):
         self.file = file
 
     def step_done(self, metrics: StepMetrics) -> None:
-        """Write `step`, `loss` (nats per byte), `tokens_per_second`, `step_seconds`."""
+        """Write `step`, `loss` (nats per byte), `tokens_per_second`, `step_seconds`, and `grad_norm` if it is known."""
+        norm = {} if metrics.grad_norm is None else {"grad_norm": metrics.grad_norm}
         self._write(
             step=metrics.step,
             loss=metrics.loss,
             tokens_per_second=metrics.tokens_per_second,
             step_seconds=metrics.step_seconds,
+            **norm,
         )
 
     def run_done(self, result: TrainResult) -> None:
-        """Write `val_loss` (nats per byte), the same in bits beside the unigram model's, and the three bubbles."""
+        """Write `val_loss` (nats per byte), the same in bits beside the unigram model's, `version` (that of the weights
+        that were validated), and the three bubbles."""
         bubble = result.bubble
         self._write(
             val_loss=result.validation_loss,
+            version=result.version,
             val_bits_per_byte=result.validation_bits,
             unigram_bits_per_byte=result.unigram_bits,
             tokens_per_second=result.tokens_per_second,
@@ -126,11 +135,11 @@ def open_report(settings: TrainSettings, console: Console) -> Iterator[Listener]
 
 
 def open_metrics(path: Path) -> TextIO:
-    """Open a file to write metrics to. Raises ValueError where that cannot be done."""
+    """Open a file to write metrics to. Raises MetricsError where that cannot be done."""
     try:
         return path.open("w", encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"cannot write the metrics to {path}: {error.strerror or error}") from error
+        raise MetricsError(f"cannot write the metrics to {path}: {error.strerror or error}") from error
 
 
 def make_progress(console: Console) -> Progress:
@@ -154,7 +163,12 @@ def closing_table(settings: TrainSettings, result: TrainResult) -> Table:
     table.add_row("training loss, first step", f"{result.first_loss:.4f}", "nats per byte")
     table.add_row("training loss, last step", f"{result.last_loss:.4f}", "nats per byte")
     table.add_row("validation loss", f"{result.validation_bits:.4f}", "bits per byte")
+    table.add_row("weights validated", f"version {result.version}", which_version(schedule))
     table.add_row("unigram byte model", f"{result.unigram_bits:.4f}", "bits per byte, on the same files")
+    if result.loss_scale is not None:
+        table.add_row(
+            "loss scale", f"{result.loss_scale:.0f}", "at the end; an overflow halves it, and skips the update"
+        )
     table.add_row("speed", f"{result.tokens_per_second:.0f}", "tokens/s")
     table.add_row("bubble fraction", "", bubble.denominator)
     if bubble.formula is not None:
@@ -162,6 +176,14 @@ def closing_table(settings: TrainSettings, result: TrainResult) -> Table:
     table.add_row("bubble, simulated", f"{bubble.simulated:.4f}", "from the measured mean durations")
     table.add_row("bubble, measured", f"{bubble.measured:.4f}", "median of the last steps")
     return table
+
+
+def which_version(schedule: Schedule) -> str:
+    """What is to be known about the weight version that a run ends with."""
+    if schedule.synchronous:
+        return "the newest"
+    staleness = schedule.update_rule.max_staleness
+    return f"the newest, after a flush; gradients lagged up to {staleness} update{'s' * (staleness != 1)} behind"
 
 
 def print_result(settings: TrainSettings, result: TrainResult, console: Console) -> None:

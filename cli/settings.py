@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, Literal
 
 from stagewright.schedules import Schedule
+
+DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
+OPTIMIZERS: Final = ("adamw", "muon", "sgd")
 
 
 @dataclass(frozen=True)
@@ -18,8 +22,14 @@ class TrainSettings:
     hidden: int = 128
     heads: int = 4
     dropout: float = 0.0
+    tie: bool = False
     steps: int = 400
+    optimizer: str = "adamw"
     lr: float = 1e-3
+    clip: float | None = None
+    accumulate: int = 1
+    dtype: str = "float32"
+    recompute: Literal["off", "full"] | int = "off"
     seed: int = 0
     sample: tuple[str, ...] = ()
     sample_bytes: int = 200
@@ -29,5 +39,18 @@ class TrainSettings:
 
     @property
     def tokens_per_step(self) -> int:
-        """Bytes predicted in one step."""
-        return self.batch_size * self.sequence
+        """Bytes predicted for one update."""
+        return self.accumulate * self.batch_size * self.sequence
+
+    @property
+    def reporter(self) -> int:
+        """The rank that reports: the first one that has the last stage, and so the loss.
+
+        No other need wait for the loss, which would take from an asynchronous schedule what it is for.
+        """
+        return self.schedule.placement.replicas_of(self.schedule.num_stages - 1)[0]
+
+    @property
+    def version(self) -> int:
+        """The weight version that all updates together make."""
+        return self.steps * self.schedule.num_units // self.schedule.update_rule.microbatches_per_update

@@ -4,15 +4,16 @@ from functools import partial
 
 from rich.console import Console
 
-from stagewright.cli.arguments import is_first_rank, torchrun_num_ranks
 from stagewright.cli.batches import Batches
 from stagewright.cli.corpus import Corpus, load_corpus
 from stagewright.cli.metrics import TrainResult
 from stagewright.cli.report import Silence, open_metrics, open_report, print_result
 from stagewright.cli.settings import TrainSettings
+from stagewright.cli.torchrun import torchrun_num_ranks, torchrun_rank
 from stagewright.cli.trainer import gpt_config, train
 from stagewright.engine import RankContext, from_environment, launch_local
 from stagewright.models import layers_of_stage
+from stagewright.schedules import ScheduleError
 
 
 def check(settings: TrainSettings) -> Corpus:
@@ -26,19 +27,26 @@ def check(settings: TrainSettings) -> Corpus:
             f"every microbatch needs a sequence: got a batch of {settings.batch_size} for {schedule.num_microbatches} "
             f"microbatches; use --batch-size {schedule.num_microbatches} or fewer microbatches"
         )
+    if settings.accumulate > 1 and not schedule.synchronous:
+        raise ScheduleError(
+            f"{schedule.name} makes its updates as the batches pass, and never stops between them to wait for another: "
+            f"got --accumulate {settings.accumulate}; use --batch-size {settings.accumulate * settings.batch_size} "
+            f"--microbatches {settings.accumulate * schedule.num_microbatches}, or a synchronous schedule"
+        )
     gpt_config(settings)
     layers_of_stage(settings.layers, schedule.num_stages, 0)
     schedule.program()
     corpus = load_corpus(settings.data)
     for data in (corpus.train, corpus.validation):
         Batches(data, settings.sequence, settings.batch_size, settings.seed)
-    if settings.metrics is not None and is_first_rank():
-        open_metrics(settings.metrics).close()
     return corpus
 
 
 def run(settings: TrainSettings, corpus: Corpus, console: Console) -> None:
-    """Train, on ranks that are there already or on processes of this machine, and print the closing table."""
+    """Train, on ranks that are there already or on processes of this machine, and print the closing table.
+
+    Raises MetricsError where the file of metrics cannot be written, on the rank that would.
+    """
     if torchrun_num_ranks() is not None:
         run_under_torchrun(settings, corpus, console)
         return
@@ -50,29 +58,39 @@ def run(settings: TrainSettings, corpus: Corpus, console: Console) -> None:
 
 def run_local(settings: TrainSettings, corpus: Corpus, console: Console) -> None:
     """Train on processes of this machine, one a rank."""
+    check_metrics(settings)
     introduce(settings, corpus, console)
     results = launch_local(partial(train_rank, settings), num_ranks=settings.schedule.num_ranks)
-    print_result(settings, results[0], console)
+    print_result(settings, results[settings.reporter], console)
 
 
 def run_under_torchrun(settings: TrainSettings, corpus: Corpus, console: Console) -> None:
     """Train as one of the ranks that torchrun has started."""
+    reports = torchrun_rank() == settings.reporter
+    if reports:
+        check_metrics(settings)
     with from_environment() as context:
         check_same_text(context, corpus)
-        if context.rank == 0:
+        if reports:
             introduce(settings, corpus, console)
         result = train_rank(settings, context)
-    if context.rank == 0:
+    if result is not None:
         print_result(settings, result, console)
 
 
-def train_rank(settings: TrainSettings, context: RankContext) -> TrainResult:
-    """Train as one rank; the first also reports."""
+def train_rank(settings: TrainSettings, context: RankContext) -> TrainResult | None:
+    """Train as one rank; the one that has the loss also reports, and returns the result."""
     corpus = load_corpus(settings.data)
-    if context.rank != 0:
+    if context.rank != settings.reporter:
         return train(context, settings, corpus, Silence())
     with open_report(settings, Console()) as report:
         return train(context, settings, corpus, report)
+
+
+def check_metrics(settings: TrainSettings) -> None:
+    """Find out now whether metrics can be written, where they will be. Raises MetricsError."""
+    if settings.metrics is not None:
+        open_metrics(settings.metrics).close()
 
 
 def introduce(settings: TrainSettings, corpus: Corpus, console: Console) -> None:
@@ -80,10 +98,11 @@ def introduce(settings: TrainSettings, corpus: Corpus, console: Console) -> None
     if settings.quiet:
         return
     schedule = settings.schedule
+    accumulated = "" if settings.accumulate == 1 else f", {settings.accumulate} batches an update"
     console.print(
         f"{schedule.name}: {schedule.summary}\n"
         f"{schedule.num_ranks} ranks, {schedule.num_stages} stages; batches of {settings.batch_size} sequences of "
-        f"{settings.sequence} bytes in {schedule.num_microbatches} microbatches\n{corpus.description}",
+        f"{settings.sequence} bytes in {schedule.num_microbatches} microbatches{accumulated}\n{corpus.description}",
         highlight=False,
         soft_wrap=True,
     )

@@ -22,6 +22,7 @@ class Scalars:
             of this one, each weight counted once.
         counts: whether the loss comes as (sum, count).
         overflow: whether a gradient is infinite or no number.
+        loss_scale: by what the losses were multiplied; 0 where no loss was computed.
     """
 
     count: float = 0.0
@@ -30,6 +31,7 @@ class Scalars:
     new: float = 0.0
     counts: bool = False
     overflow: bool = False
+    loss_scale: float = 0.0
 
     def norm(self, factor: float) -> float:
         """The norm of e + factor * n."""
@@ -72,8 +74,8 @@ class Agreement:
             return None
         of_ranks = {self.rank: self._told}
         for other, receipt in zip(self._others, self._receipts):
-            count, earlier, mixed, new, counts, overflow = receipt.wait().tensors[0].tolist()
-            of_ranks[other] = Scalars(count, earlier, mixed, new, bool(counts), bool(overflow))
+            *numbers, counts, overflow, loss_scale = receipt.wait().tensors[0].tolist()
+            of_ranks[other] = Scalars(*numbers, bool(counts), bool(overflow), loss_scale)
         self._told = None
         in_order = [of_ranks[rank] for rank in sorted(of_ranks)]
         return Scalars(
@@ -83,6 +85,7 @@ class Agreement:
             sum(scalars.new for scalars in in_order),
             any(scalars.counts for scalars in in_order),
             any(scalars.overflow for scalars in in_order),
+            max(scalars.loss_scale for scalars in in_order),
         )
 
     def spread(self, own: bytes, sources: Sequence[int], readers: Sequence[int]) -> list[bytes]:

@@ -12,6 +12,7 @@ from stagewright.engine.gradients import Gradients
 from stagewright.engine.plan import Recompute, kept_microbatches, splits_backward
 from stagewright.engine.randomness import Seeds
 from stagewright.engine.replicas import Replicas
+from stagewright.engine.sharing import settle_sharing
 from stagewright.engine.stage import Stage
 from stagewright.engine.ties import Ties
 from stagewright.engine.transport.contract import Transport
@@ -24,7 +25,11 @@ BuildStage: TypeAlias = Callable[[int], nn.Module] | Mapping[int, nn.Module]
 
 @dataclass(frozen=True)
 class Options:
-    """How a rank computes and updates; ``Pipeline`` says what each means."""
+    """How a rank computes and updates; ``Pipeline`` says what each means.
+
+    Raises:
+        ValueError: one of them cannot be.
+    """
 
     optimizer: OptimizerFactory | None = None
     seed: int = 0
@@ -34,7 +39,12 @@ class Options:
     autocast: torch.dtype | None = None
     master_weights: bool = False
     loss_scale: float | Literal["dynamic"] | None = None
-    fixed_shapes: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_norm is not None and not self.max_norm >= 0:
+            raise ValueError(f"max_norm is a number of 0 or more: got {self.max_norm}")
+        if self.autocast not in (None, torch.float16, torch.bfloat16):
+            raise ValueError(f"autocast is torch.bfloat16, torch.float16 or None: got {self.autocast!r}")
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,7 @@ def assemble(build_stage: BuildStage, program: Program, transport: Transport, op
     owned = placement.stages_of(rank)
     with transport.baton:  # a stage that seeds before it draws its weights must not be disturbed
         modules = {stage: _module(build_stage, stage, transport.device) for stage in owned}
+    settle_sharing(modules, options.tied)
     num_versions = program.updates.num_versions[rank] if program.updates.max_staleness else 1
     weights = {stage: _weights(module, num_versions, options.master_weights) for stage, module in modules.items()}
     seeds = Seeds(options.seed, transport.device)
@@ -86,7 +97,9 @@ def assemble(build_stage: BuildStage, program: Program, transport: Transport, op
         for stage, module in modules.items()
     }
     trained = {stage: of_stage.trained for stage, of_stage in weights.items()}
-    ties = Ties(options.tied, trained, placement, transport)
+    if options.loss_scale is not None:
+        _check_unscaling(trained)
+    ties = Ties(options.tied, modules, trained, placement, transport)
     for of_stage in weights.values():
         of_stage.publish()  # tied weights have taken the first stage's value
     gradients = Gradients(weights, Replicas(placement, trained, transport), ties, placement, rank)
@@ -106,6 +119,17 @@ def _weights(module: nn.Module, num_versions: int, master: bool) -> StageWeights
     if num_versions == 1:
         return SingleWeights(module, master=master)
     return VersionedWeights(module, num_versions, master=master)
+
+
+def _check_unscaling(trained: Mapping[int, Mapping[str, nn.Parameter]]) -> None:
+    """Refuse gradients that would vanish when they are divided by the loss scale."""
+    for stage, parameters in trained.items():
+        for name, parameter in parameters.items():
+            if parameter.dtype == torch.float16:
+                raise ValueError(
+                    f"{name} of stage {stage} is float16: a gradient of that type cannot be divided by the loss scale "
+                    "without loss; give master_weights=True, or keep the weights in float32 and give autocast"
+                )
 
 
 def _module(build_stage: BuildStage, stage: int, device: torch.device) -> nn.Module:

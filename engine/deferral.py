@@ -147,7 +147,7 @@ class _DeferredOperation(torch.autograd.Function):
     ) -> Tensor:
         y = operation.forward(x, weight, bias)
         # Autocast computes, and keeps for its backward, in another type than that of x.
-        saved = x.to(y.dtype) if x.is_floating_point() else x
+        saved = x.to(y.dtype) if x.is_floating_point() and x.dtype != y.dtype else x
         ctx.operation, ctx.deferred, ctx.dtype = operation, deferred, x.dtype
         # The parameters themselves are kept beside what is saved: a checkpoint gives copies back, without their .grad.
         ctx.parameters = weight, bias
@@ -156,20 +156,27 @@ class _DeferredOperation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None, None]:
-        x, kernel = ctx.saved_tensors
-        operation: Operation = ctx.operation
-        weight, bias = ctx.parameters
+        x, kernel = ctx.saved_tensors  # a checkpoint runs its forward again here, for which the mode must be on
+        with torch._C.DisableTorchFunction():
+            return None, *_gradients(ctx, dy, x, kernel), None
+
+
+def _gradients(ctx: Any, dy: Tensor, x: Tensor, kernel: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dw, db; the latter two only if they cannot wait."""
+    operation: Operation = ctx.operation
+    weight, bias = ctx.parameters
+    if kernel.dtype != dy.dtype:
         kernel = kernel.to(dy.dtype)
-        _, wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        dx = operation.input_gradient(dy, x, kernel).to(ctx.dtype) if wants_x else None
-        # Behind x, weight and bias, where they want a gradient: the last of the three adds up that of a parameter.
-        accumulator = next(node for node, _ in reversed(ctx.next_functions) if node is not None)
-        if ctx.deferred.takes(accumulator):
-            ctx.deferred.add(operation, weight, bias, x, dy)
-            return None, dx, None, None, None
-        dw = operation.weight_gradient(dy, x, kernel).to(weight.dtype) if wants_weight else None
-        db = operation.bias_gradient(dy).to(bias.dtype) if wants_bias else None
-        return None, dx, dw, db, None
+    _, wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+    dx = operation.input_gradient(dy, x, kernel).to(ctx.dtype) if wants_x else None
+    # Behind x, weight and bias, where they want a gradient: the last of the three adds up that of a parameter.
+    accumulator = next(node for node, _ in reversed(ctx.next_functions) if node is not None)
+    if ctx.deferred.takes(accumulator):
+        ctx.deferred.add(operation, weight, bias, x, dy)
+        return dx, None, None
+    dw = operation.weight_gradient(dy, x, kernel).to(weight.dtype) if wants_weight else None
+    db = operation.bias_gradient(dy).to(bias.dtype) if wants_bias else None
+    return dx, dw, db
 
 
 def _never(*_: object) -> bool:

@@ -66,9 +66,7 @@ class Executor:
         times = run.times
         try:
             if not self._goes_on:
-                self._transport.begin(self._session)
-            if run.train and not self._goes_on:
-                self._updater.begin()
+                self._begin(run)
             with torch.set_grad_enabled(run.train):
                 for action in self._actions:
                     self._started = perf_counter()
@@ -82,6 +80,14 @@ class Executor:
             self._fail(error, len(times))
             raise
         assert self._goes_on or self._mail.is_empty, "a verified program leaves nothing behind"
+
+    def _begin(self, run: Run) -> None:
+        """Nothing is in flight: the trainer may have changed what it trains, and left gradients of earlier batches."""
+        self._transport.begin(self._session)
+        for stage in self._stages.values():
+            stage.weights.publish()
+        if run.train:
+            self._updater.begin()
 
     def _fail(self, error: BaseException, index: int) -> None:
         """Say where, tell the other ranks, and leave nothing behind that a later run could trip over."""

@@ -17,7 +17,7 @@ from stagewright.engine.run import Run
 from stagewright.engine.synchronous import SynchronousTraining
 from stagewright.engine.trace import gather_timeline
 from stagewright.engine.transport.contract import Session, Transport
-from stagewright.engine.updater import OptimizerFactory, clip, named_weights
+from stagewright.engine.updater import OptimizerFactory, named_weights
 from stagewright.engine.value import Value
 from stagewright.engine.windowed import WindowedTraining
 from stagewright.schedules import Program, Schedule, Timeline
@@ -139,6 +139,15 @@ class Pipeline:
         return self._updater.grad_norm
 
     @property
+    def overflowed(self) -> bool:
+        """Whether the gradients of the last batch overflowed on any rank, so that they were dropped on all.
+
+        With a ``loss_scale`` only. ``train_step`` has left weights and optimizer as they were. ``forward_backward`` has
+        added nothing to ``.grad``: a trainer that steps by itself drops what it had accumulated, or repeats the batch.
+        """
+        return self._updater.overflowed
+
+    @property
     def loss_scale(self) -> float:
         """By what losses are multiplied now."""
         return self._updater.scale
@@ -153,8 +162,11 @@ class Pipeline:
         Returns:
             The norm that they had.
         """
+        self.flush()
         self._transport.begin(Session(fixed_shapes=False))
-        return clip(self._assembly.gradients, self._assembly.agreement, max_norm)
+        norm = self._updater.clip(max_norm)
+        self._transport.end()
+        return norm
 
     def train_step(self, x: Value = None, y: Value = None, **keywords: Value) -> Tensor | None:
         """One batch: forwards, backwards and one optimizer update.

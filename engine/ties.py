@@ -7,6 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from stagewright.engine.sharing import Group, all_names, members
 from stagewright.engine.transport.contract import Channel, Receipt, Session, Transport
 from stagewright.engine.value import Packed, pack, unpack
 from stagewright.schedules import Placement
@@ -25,24 +26,28 @@ class Ties:
 
     Args:
         groups: names of parameters; those of one group are one weight.
-        parameters: this rank's parameters by stage and name.
+        modules: this rank's, by stage; within each, a weight is one parameter.
+        trained: what the optimizer trains of them, by stage and name.
         placement: says which ranks own which stage.
         transport: connects the ranks.
 
     Raises:
-        ValueError: no stage has a parameter of that name.
+        ValueError: no stage has a parameter of that name, or tied ones do not match.
     """
 
     def __init__(
         self,
-        groups: Sequence[Sequence[str]],
-        parameters: Mapping[int, Mapping[str, nn.Parameter]],
+        groups: Sequence[Group],
+        modules: Mapping[int, nn.Module],
+        trained: Mapping[int, Mapping[str, nn.Parameter]],
         placement: Placement,
         transport: Transport,
     ) -> None:
-        self._parameters = parameters
+        self._parameters = {
+            stage: {**dict(module.named_parameters()), **trained[stage]} for stage, module in modules.items()
+        }
         self._transport = transport
-        self._ties = find_ties(groups, parameters, transport) if groups else []
+        self._ties = self._find(groups, modules) if groups else []
         ranks = range(transport.num_ranks)
         lines = [(source, rank) for source in ranks for rank in ranks if self._sent(placement, source, rank)]
         self._outgoing = {rank: self._sent(placement, transport.rank, rank) for rank in ranks}
@@ -92,6 +97,32 @@ class Ties:
             for stage in tie:
                 if stage in self._parameters:
                     self._parameter((index, stage)).grad = None if total is None else total.clone()
+
+    def _find(self, groups: Sequence[Group], modules: Mapping[int, nn.Module]) -> list[Tie]:
+        """Learn from all ranks which stages have the named parameters; a weight of one stage alone needs nothing."""
+        own = []
+        for stage, module in modules.items():
+            names = all_names(module)
+            for index, group in enumerate(groups):
+                for name in members(group, stage, names):
+                    parameter = self._parameters[stage][names[name]]
+                    kind = f"{'trained' if parameter.requires_grad else 'frozen'} {parameter.dtype}"
+                    own.append((index, stage, name, names[name], kind, list(parameter.shape)))
+        found: list[dict[int, tuple[str, str]]] = [{} for _ in groups]
+        named = set()
+        for data in self._transport.gather(json.dumps(own).encode()):
+            for index, stage, name, first_name, kind, shape in json.loads(data):
+                named |= {name, f"stage{stage}.{name}"}
+                found[index][stage] = first_name, f"{kind}{shape}".replace("torch.", "")
+        for group, tie in zip(groups, found):
+            for name in group:
+                if name not in named:
+                    raise ValueError(f"a tied weight goes by its name in its stage: no stage has a parameter {name!r}")
+            if len({kind for _, kind in tie.values()}) > 1:
+                kinds = ", ".join(f"{name} of stage {stage}: {kind}" for stage, (name, kind) in sorted(tie.items()))
+                raise ValueError(f"tied weights have one shape and type, and all are trained or none: got {kinds}")
+        ties = [{stage: name for stage, (name, _) in sorted(tie.items())} for tie in found]
+        return [tie for tie in ties if len(tie) > 1]
 
     def _share_values(self) -> None:
         """Let all copies start from the value of the first stage's."""
@@ -155,23 +186,6 @@ class Ties:
 
     def _gradient(self, copy: Copy) -> Tensor | None:
         return self._parameter(copy).grad
-
-
-def find_ties(
-    groups: Sequence[Sequence[str]], parameters: Mapping[int, Mapping[str, nn.Parameter]], transport: Transport
-) -> list[Tie]:
-    """Learn from all ranks which stages have the named parameters; a group that lies on one stage needs nothing."""
-    wanted = {name for group in groups for name in group}
-    own = {stage: sorted(wanted & set(names)) for stage, names in parameters.items()}
-    found: dict[str, set[int]] = {}
-    for data in transport.gather(json.dumps(own).encode()):
-        for stage, names in json.loads(data).items():
-            for name in names:
-                found.setdefault(name, set()).add(int(stage))
-    for name in sorted(wanted - set(found)):
-        raise ValueError(f"a tied weight is named as in named_parameters(): no stage has a parameter {name!r}")
-    ties = [{stage: name for name in group for stage in sorted(found[name])} for group in groups]
-    return [tie for tie in ties if len(tie) > 1]
 
 
 def add_up(gradients: Sequence[Tensor | None]) -> Tensor | None:

@@ -1,8 +1,10 @@
 """Updater: from a rank's complete gradients to its new weights, when the program says so."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -38,9 +40,10 @@ class Updater:
         max_norm: float | None = None,
         loss_scale: LossScale | None = None,
     ) -> None:
-        named = list(named_weights(weights))
-        self.optimizer = factory(named) if factory is not None and named else None
+        self.optimizer = _optimizer(factory, list(named_weights(weights)))
+        self.can_step = factory is not None
         self.loss_scale = loss_scale
+        self.overflowed = False
         self.grad_norm: float | None = None
         self.loss_counts: bool | None = None  # unknown until the ranks have agreed once
         self._weights = weights
@@ -56,6 +59,11 @@ class Updater:
     def needs_scalars(self) -> bool:
         """Whether an update depends on what no rank knows alone; the first step finds out about the loss."""
         return self._max_norm is not None or self.loss_scale is not None or self.loss_counts is not False
+
+    @property
+    def _measures(self) -> bool:
+        """Whether the norm is needed, or whether gradients overflow."""
+        return self._max_norm is not None or self.loss_scale is not None
 
     @property
     def scale(self) -> float:
@@ -83,10 +91,12 @@ class Updater:
     def tell(self, means: Means | None) -> None:
         """All gradients of this rank are there: tell the other ranks what they must know of them."""
         self._bring(self._num_updates + 1, counted=True)
-        counts = means is not None and means.counts
-        norms = self._gradients.measure() if self._max_norm is not None or self.loss_scale is not None else Scalars()
-        weight = means.weight if means is not None and means.counts else 0.0
-        self._agreement.tell(Scalars(weight, norms.earlier, norms.mixed, norms.new, counts, norms.overflow))
+        norms = self._gradients.measure() if self._measures else Scalars()
+        if means is None or not means.values:  # this rank has computed no loss
+            self._agreement.tell(norms)
+            return
+        weight = means.weight if means.counts else 0.0
+        self._agreement.tell(replace(norms, count=weight, counts=means.counts, loss_scale=self.scale))
 
     def is_due(self, version: int) -> bool:
         """One stage's gradient is complete; once all are, wait for what the update needs of other ranks."""
@@ -100,30 +110,34 @@ class Updater:
         return True
 
     def step(self, version: int) -> None:
-        """Make a weight version of the newest one and the gradients, and drop the gradients; not after an overflow."""
-        fits = self.settle()
-        if self.loss_scale is not None:
-            self.loss_scale.update(overflow=not fits)
-        if self.loss_scale is not None and not fits:
-            self._gradients.drop()
-            return
-        if self._max_norm is not None and self.grad_norm is not None:
-            self._gradients.scale(min(1.0, self._max_norm / (self.grad_norm + 1e-6)))
-        if self.optimizer is None:
-            return
+        """Make a weight version of the newest one and the gradients, and drop these; after an overflow both are one."""
+        self._settle()
+        planned = self._plans.pop(version, None)
         for weights in self._weights.values():
             weights.begin_update(version)
-        with Planned(self.optimizer, self._plans.pop(version, None)):
-            self.optimizer.step()
+        if self.optimizer is not None and not self.overflowed:
+            if self._max_norm is not None and self.grad_norm is not None:
+                self._gradients.scale(clip_factor(self.grad_norm, self._max_norm))
+            with Planned(self.optimizer, planned):
+                self.optimizer.step()
         for weights in self._weights.values():
             weights.publish()
         self._gradients.drop()
 
     def finish_accumulating(self) -> None:
-        """A batch without an update is through: its gradients join those of earlier batches."""
+        """A batch without an update is through: its gradients join those of earlier batches, if they do not overflow."""
         self._gradients.complete()
         self._heard = self._agreement.hear()
-        self.settle()
+        self._settle()
+
+    def clip(self, max_norm: float) -> float:
+        """Clip all ranks' gradients together, and give the norm that they had; every rank calls this alike."""
+        self._agreement.tell(self._gradients.measure())
+        scalars = self._agreement.hear()
+        assert scalars is not None, "what was told is heard"
+        self.grad_norm = scalars.norm(1.0)
+        self._gradients.scale(clip_factor(self.grad_norm, max_norm))
+        return self.grad_norm
 
     def clear(self) -> None:
         """Forget a batch that has failed."""
@@ -136,18 +150,23 @@ class Updater:
             weights.bring_gradients(update)
         self._gradients.complete(counted=counted)
 
-    def settle(self) -> bool:
-        """Divide the new gradients by what they must be divided by, and add the earlier ones; False on an overflow."""
+    def _settle(self) -> None:
+        """Divide the new gradients by what they must be divided by and add the earlier ones; drop them if they overflow."""
         scalars, self._heard = self._heard, None
         if scalars is None:
-            self._gradients.settle(1.0 / self.scale)
-            return True
+            self._gradients.settle()
+            return
         self.loss_counts = scalars.counts
-        divisor = self.scale * (scalars.count if scalars.counts else 1.0)
+        divisor = scalars.loss_scale * (scalars.count if scalars.counts else 1.0)
         factor = 1.0 / divisor if divisor else 0.0
-        self.grad_norm = scalars.norm(factor) if self._max_norm is not None or self.loss_scale is not None else None
-        self._gradients.settle(factor)
-        return not scalars.overflow
+        self.grad_norm = scalars.norm(factor) if self._measures else None
+        self.overflowed = scalars.overflow and self.loss_scale is not None
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflow=self.overflowed)
+        if self.overflowed:
+            self._gradients.discard()
+        else:
+            self._gradients.settle(factor)
 
     def state_dict(self) -> dict[str, object]:
         """The optimizer's state and the loss scale."""
@@ -161,6 +180,26 @@ class Updater:
             self.optimizer.load_state_dict(optimizer)
         if self.loss_scale is not None and isinstance(scale, tuple):
             self.loss_scale.value, self.loss_scale.num_good_steps = scale
+
+
+def _optimizer(factory: OptimizerFactory | None, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer | None:
+    """The optimizer of a rank; None where there is nothing to train.
+
+    Raises:
+        TypeError: the factory returns something else.
+        ValueError: the optimizer calls for losses in its midst.
+    """
+    if factory is None or not named:
+        return None
+    optimizer = factory(named)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer is called with (name, parameter) pairs and returns an Optimizer: got {optimizer!r}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS computes the loss anew within each step, and over the weights of all stages together: take an "
+            "optimizer that needs the gradients alone"
+        )
+    return optimizer
 
 
 class Planned:
@@ -199,12 +238,6 @@ def named_weights(weights: Mapping[int, StageWeights]) -> Iterable[tuple[str, nn
             seen.add(name)
 
 
-def clip(gradients: Gradients, agreement: Agreement, max_norm: float) -> float:
-    """Clip all ranks' gradients together, and give the norm that they had; every rank calls this alike."""
-    norms = gradients.measure()
-    agreement.tell(norms)
-    scalars = agreement.hear()
-    assert scalars is not None, "what was told is heard"
-    norm = scalars.norm(1.0)
-    gradients.scale(min(1.0, max_norm / (norm + 1e-6)))
-    return norm
+def clip_factor(norm: float, max_norm: float) -> float:
+    """By what to multiply gradients of a norm so that they have the wanted one at most, as torch does."""
+    return min(1.0, max_norm / (norm + 1e-6))

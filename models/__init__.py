@@ -5,9 +5,10 @@ from stagewright.models.config import GPTConfig
 from stagewright.models.cut import layers_of_stage
 from stagewright.models.generation import Sampler
 from stagewright.models.gpt import GPTStage, build_gpt, build_gpt_stage, token_loss
-from stagewright.models.initialise import derive_seed
+from stagewright.models.initialise import TIED_WEIGHTS, derive_seed
 
 __all__ = [
+    "TIED_WEIGHTS",
     "GPTConfig",
     "GPTStage",
     "KeyValueCache",

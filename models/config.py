@@ -9,6 +9,8 @@ class GPTConfig:
 
     `sequence_length` is the longest sequence the model has positions for; shorter ones are welcome.
     `dropout` is the probability that an element is dropped after the embedding and after each residual branch.
+    `tied` makes the head's projection and the token embedding one weight (Press and Wolf 2017). On different stages
+    each has a copy, and whoever trains them must sum the gradients and keep the copies equal.
     Raises `TypeError` for a size that is not an integer and `ValueError` for sizes that do not fit together.
     """
 
@@ -18,6 +20,7 @@ class GPTConfig:
     num_heads: int = 4
     sequence_length: int = 128
     dropout: float = 0.0
+    tied: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "num_layers", "hidden_size", "num_heads", "sequence_length"):

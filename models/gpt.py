@@ -16,7 +16,7 @@ from torch.nn import functional
 from stagewright.models.cache import KeyValueCache
 from stagewright.models.config import GPTConfig
 from stagewright.models.cut import layers_of_stage
-from stagewright.models.initialise import ResidualProjection, derive_seed, initialise
+from stagewright.models.initialise import ResidualProjection, derive_seed, initialise, tie
 
 
 class Embedding(nn.Module):
@@ -101,7 +101,7 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """Activation [batch, sequence, hidden] to logits [batch, sequence, vocab]; not tied to the embedding."""
+    """Activation [batch, sequence, hidden] to logits [batch, sequence, vocab]."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -209,6 +209,8 @@ def build_gpt_stage(
         module = GPTStage(config, stage, num_stages)
     module = module.to(dtype).to_empty(device=device)
     initialise(module, seed=seed, num_layers=config.num_layers)
+    if config.tied and module.head is not None:
+        tie(module.head.projection, module.embedding.tokens if module.embedding is not None else None, seed)
     return module
 
 

@@ -2,11 +2,15 @@
 
 import hashlib
 import math
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-STANDARD_DEVIATION = 0.02
+STANDARD_DEVIATION: Final = 0.02
+
+# What `GPTConfig.tied` makes one weight; on a stage that has both, only the first is a parameter of its own.
+TIED_WEIGHTS: Final = ("embedding.tokens.weight", "head.projection.weight")
 
 
 class ResidualProjection(nn.Linear):
@@ -47,6 +51,14 @@ def initialise(model: nn.Module, *, seed: int, num_layers: int) -> None:
             case _:
                 left = [name for name, _ in module.named_parameters(recurse=False)]
                 assert not left, f"no rule initialises {left} of {module_name}, a {type(module).__name__}"
+
+
+def tie(projection: nn.Linear, tokens: nn.Embedding | None, seed: int) -> None:
+    """Give the head's projection the weight of the token embedding: that very one, or equal numbers where it is far."""
+    if tokens is not None:
+        projection.weight = tokens.weight
+    else:
+        fill_normal(projection.weight, TIED_WEIGHTS[0], seed, STANDARD_DEVIATION)
 
 
 def fill_linear(linear: nn.Linear, name: str, seed: int, standard_deviation: float) -> None:

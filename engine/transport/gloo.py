@@ -153,7 +153,7 @@ class GlooTransport:
 
     def abort(self, reason: str) -> None:
         """Send the news in the place of the next message on every channel; the first reason counts."""
-        if self._failure is not None:
+        if self._failure is not None or self.num_ranks == 1:
             return
         self._failure = reason
         for line in self._lines.values():

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,8 +102,9 @@ def fail_in_step(context: RankContext, where: str) -> None:
 
 
 def end_abruptly(context: RankContext, how: str) -> None:
-    """One rank ends without a word while the others wait for it."""
-    context.transport.gather(b"")
+    """One rank ends without a word while the others wait for it, in a step or in code of their own."""
+    meet = dist.barrier if how == "_exit" else partial(context.transport.gather, b"")
+    meet()
     if context.rank == FAILING_RANK:
         match how:
             case "_exit":
@@ -111,7 +113,7 @@ def end_abruptly(context: RankContext, how: str) -> None:
                 sys.exit(0)
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-    context.transport.gather(b"")
+    meet()
 
 
 def end_while_another_is_busy(context: RankContext) -> None:

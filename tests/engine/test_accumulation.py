@@ -46,6 +46,7 @@ def accumulate(context: RankContext, schedule: Schedule, last: str, max_norm: fl
         transport=context.transport,
         tied=TIED,
         max_norm=max_norm if last == "train_step" else None,
+        dynamic_shapes=True,
     ) as pipe:
         named = list(pipe.named_parameters())
         own = momentum(named) if last == "own step" else None

@@ -1,6 +1,10 @@
 """Tensors from device to device, on the double of NCCL: fixed shapes after the first step, layouts sent once."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -262,3 +266,27 @@ def train_forked(context: RankContext) -> list[float]:
 
 def test_several_tensors_in_a_message() -> None:
     assert launch_on("double", train_forked, 2) == launch_on("threads", train_forked, 2)
+
+
+# Files about processes, about a transport alone, or with a double of their own.
+ELSEWHERE = ("launch", "context", "gloo", "nccl", "parity_processes", "trace", "frame", "channels", "device", "gpu")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_whole_engine_suite_passes_on_the_double() -> None:
+    """Whatever the other tests run on threads runs by NCCL's rules instead."""
+    here = Path(__file__).parent
+    files = [
+        str(file)
+        for file in sorted(here.glob("test_*.py"))
+        if not file.stem.removeprefix("test_").startswith(ELSEWHERE)
+    ]
+    assert len(files) > 10
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "on_double", "-k", "not processes", *files],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-5000:]

@@ -32,8 +32,8 @@ def test_rank_r_owns_stage_r_and_its_mirror_image() -> None:
 def test_v_min_on_two_ranks() -> None:
     schedule = create("v-min", num_ranks=2, num_microbatches=3)
     assert [" ".join(map(str, schedule.order(rank))) for rank in range(2)] == [
-        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 0W0 3F2 3I2 0I1 3W1 0W1 0I2 3W2 0W2",
-        "1F0 2F0 1F1 2F1 1F2 2I0 1I0 2W0 2F2 1W0 2I1 1I1 2W1 2I2 1I2 1W1 2W2 1W2",
+        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 3I1 0W0 3W1 3F2 3I2 0I1 0W1 0I2 3W2 0W2",
+        "1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2",
     ]
 
 
