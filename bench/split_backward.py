@@ -6,13 +6,15 @@ seconds of one thread, so that what else the machine does matters little.
 """
 
 import argparse
+import ctypes
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 from time import thread_time
+from types import MappingProxyType
 from typing import Final, TypeAlias
 
 import torch
@@ -34,6 +36,9 @@ MOST_TOGETHER: Final = 1.05
 LEAST_WEIGHT: Final = 0.35
 # Rounds at the start that are not counted: memory and gradients come into being.
 _NUM_WARMUPS: Final = 5
+
+# M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD of <malloc.h>
+_MALLOC_OPTIONS: Final = MappingProxyType({-1: 2**31 - 1, -2: 2**26, -3: 2**30})
 
 # Seconds of F, I and W; of F and B, as (F, B, 0).
 Seconds: TypeAlias = tuple[float, float, float]
@@ -76,9 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = GPTConfig(
         num_layers=parsed.layers, hidden_size=parsed.hidden, num_heads=parsed.heads, sequence_length=parsed.sequence
     )
+    _keep_freed_memory()
     with one_thread():
         rounds = measure(config, parsed.batch, parsed.rounds)
     console = Console()
+    console.width = max(console.width, 100)
     console.print(
         f"split backward of {parsed.layers} transformer block(s): hidden {parsed.hidden}, {parsed.batch} x "
         f"{parsed.sequence} tokens, one thread; medians of {parsed.rounds} rounds [quartiles]",
@@ -107,6 +114,17 @@ def _parser() -> argparse.ArgumentParser:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default {default})")
     return parser
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what was freed, as the allocators do that training jobs use.
+
+    Else it gives memory back to the system and gets it again all the time, which takes longer than what is measured.
+    """
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, num_bytes in _MALLOC_OPTIONS.items():
+            mallopt(option, num_bytes)
 
 
 def measure(config: GPTConfig, batch: int, num_rounds: int) -> Rounds:

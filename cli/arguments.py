@@ -44,9 +44,9 @@ examples:
       -m stagewright.cli train
 
 Every batch has --batch-size sequences, cut into --microbatches; the model is cut into as many stages as the schedule
-has. The same seed gives the same losses for every synchronous schedule, number of ranks and number of microbatches (with
---dropout, the microbatches must be the same too). 2bw and pipedream compute on older weights and have curves of their
-own. The rank that has the loss reports. At the end, bits per byte on files that were held out.
+has. The same seed gives the same losses for every synchronous schedule, number of ranks and number of microbatches
+(with --dropout, the microbatches must be the same too). 2bw and pipedream compute on older weights and have curves of
+their own. The rank that has the loss reports. At the end, bits per byte on files that were held out.
 """
 
 

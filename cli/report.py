@@ -183,7 +183,7 @@ def which_version(schedule: Schedule) -> str:
     if schedule.synchronous:
         return "the newest"
     staleness = schedule.update_rule.max_staleness
-    return f"the newest, after a flush; gradients lagged up to {staleness} update{'s' * (staleness != 1)} behind"
+    return f"newest; gradients up to {staleness} update{'s' * (staleness != 1)} old"
 
 
 def print_result(settings: TrainSettings, result: TrainResult, console: Console) -> None:

@@ -8,16 +8,20 @@ import torch
 from torch import nn
 
 from stagewright.engine.agreement import Agreement, LossScale
+from stagewright.engine.batchnorm import DeferredBatchNorms, check_norms
 from stagewright.engine.gradients import Gradients
+from stagewright.engine.optimizers import OptimizerFactory
 from stagewright.engine.plan import Recompute, kept_microbatches, splits_backward
 from stagewright.engine.randomness import Seeds
 from stagewright.engine.replicas import Replicas
 from stagewright.engine.sharing import settle_sharing
 from stagewright.engine.stage import Stage
+from stagewright.engine.staleness import Remedies, Remedy
 from stagewright.engine.ties import Ties
 from stagewright.engine.transport.contract import Transport
-from stagewright.engine.updater import OptimizerFactory, Updater
-from stagewright.engine.weights import SingleWeights, StageWeights, VersionedWeights
+from stagewright.engine.updater import Updater
+from stagewright.engine.versions import VersionedWeights
+from stagewright.engine.weights import SingleWeights, StageWeights
 from stagewright.schedules import Program
 
 BuildStage: TypeAlias = Callable[[int], nn.Module] | Mapping[int, nn.Module]
@@ -39,6 +43,8 @@ class Options:
     autocast: torch.dtype | None = None
     master_weights: bool = False
     loss_scale: float | Literal["dynamic"] | None = None
+    deferred_batch_norm: bool = False
+    staleness: Remedy | Sequence[Remedy] = ()
 
     def __post_init__(self) -> None:
         if self.max_norm is not None and not self.max_norm >= 0:
@@ -56,6 +62,7 @@ class Assembly:
         stages, weights: by stage.
         ties, gradients, agreement, updater: lead from gradients to new weights.
         seeds: of all its forwards.
+        norms: whose running statistics are those of whole batches.
     """
 
     transport: Transport
@@ -66,6 +73,7 @@ class Assembly:
     agreement: Agreement
     updater: Updater
     seeds: Seeds
+    norms: DeferredBatchNorms
 
 
 def assemble(build_stage: BuildStage, program: Program, transport: Transport, options: Options) -> Assembly:
@@ -80,8 +88,10 @@ def assemble(build_stage: BuildStage, program: Program, transport: Transport, op
     with transport.baton:  # a stage that seeds before it draws its weights must not be disturbed
         modules = {stage: _module(build_stage, stage, transport.device) for stage in owned}
     settle_sharing(modules, options.tied)
+    check_norms(modules, placement, deferred=options.deferred_batch_norm)
     num_versions = program.updates.num_versions[rank] if program.updates.max_staleness else 1
-    weights = {stage: _weights(module, num_versions, options.master_weights) for stage, module in modules.items()}
+    remedies = Remedies(options.staleness, program.updates, rank)
+    weights = {stage: _weights(module, num_versions, options, remedies) for stage, module in modules.items()}
     seeds = Seeds(options.seed, transport.device)
     splits = splits_backward(program)
     stages = {
@@ -102,23 +112,25 @@ def assemble(build_stage: BuildStage, program: Program, transport: Transport, op
     ties = Ties(options.tied, modules, trained, placement, transport)
     for of_stage in weights.values():
         of_stage.publish()  # tied weights have taken the first stage's value
-    gradients = Gradients(weights, Replicas(placement, trained, transport), ties, placement, rank)
+    norms = DeferredBatchNorms(modules if options.deferred_batch_norm else {})
+    gradients = Gradients(weights, Replicas(placement, trained, norms, transport), ties, placement, rank)
     agreement = Agreement(transport)
     updater = Updater(
         options.optimizer,
         weights,
         gradients,
         agreement,
+        remedies,
         max_norm=options.max_norm,
         loss_scale=LossScale.of(options.loss_scale),
     )
-    return Assembly(transport, stages, weights, ties, gradients, agreement, updater, seeds)
+    return Assembly(transport, stages, weights, ties, gradients, agreement, updater, seeds, norms)
 
 
-def _weights(module: nn.Module, num_versions: int, master: bool) -> StageWeights:
+def _weights(module: nn.Module, num_versions: int, options: Options, remedies: Remedies) -> StageWeights:
     if num_versions == 1:
-        return SingleWeights(module, master=master)
-    return VersionedWeights(module, num_versions, master=master)
+        return SingleWeights(module, master=options.master_weights)
+    return VersionedWeights(module, num_versions, master=options.master_weights, extrapolation=remedies.extrapolation)
 
 
 def _check_unscaling(trained: Mapping[int, Mapping[str, nn.Parameter]]) -> None:

@@ -31,12 +31,12 @@ class Executor:
     Args:
         program: a verified program, or a piece of one.
         assembly: the parts of this rank.
-        fixed_shapes: every run has the shapes of the first; some transports are faster then.
+        session: what the transport remembers of earlier runs of this program and its kin; nothing where left out.
         mail: what is in flight between pieces of one program; of its own where left out.
     """
 
     def __init__(
-        self, program: Program, assembly: Assembly, *, fixed_shapes: bool = False, mail: Mail | None = None
+        self, program: Program, assembly: Assembly, *, session: Session | None = None, mail: Mail | None = None
     ) -> None:
         transport = assembly.transport
         self.program = program
@@ -47,7 +47,7 @@ class Executor:
         self._seeds = assembly.seeds
         self._goes_on = mail is not None
         self._mail = mail or Mail(program, transport)
-        self._session = Session(fixed_shapes)
+        self._session = session or Session(fixed_shapes=False)
         self._run: Run
         self._started = 0.0
         self._stream = program.streams[transport.rank]

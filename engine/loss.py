@@ -50,7 +50,7 @@ def together(own: Means, agreement: Agreement, sources: Sequence[int], readers: 
     """
     numbers = {name: value.item() for name, value in own.values.items()} if agreement.rank in sources else {}
     data = json.dumps([numbers, own.weight, own.counts]).encode()
-    parts = [json.loads(part) for part in agreement.spread(data, sources, readers)]
+    parts = [part for data in agreement.spread(data, sources, readers) if (part := json.loads(data))[0]]
     names = dict.fromkeys(name for numbers, _, _ in parts for name in numbers)
     sums = {name: sum(numbers.get(name, 0.0) for numbers, _, _ in parts) for name in names}
     values = {name: torch.tensor(total, dtype=torch.float64) for name, total in sums.items()}

@@ -12,13 +12,15 @@ from stagewright.engine.batch import join, split, split_keywords
 from stagewright.engine.context import default_transport
 from stagewright.engine.executor import Executor
 from stagewright.engine.loss import BatchLoss, LossFunction, Means, together
+from stagewright.engine.optimizers import OptimizerFactory, named_weights
 from stagewright.engine.plan import Recompute, plan_of, windows_of
 from stagewright.engine.run import Run
+from stagewright.engine.staleness import Remedy
 from stagewright.engine.synchronous import SynchronousTraining
 from stagewright.engine.trace import gather_timeline
 from stagewright.engine.transport.contract import Session, Transport
-from stagewright.engine.updater import OptimizerFactory, named_weights
 from stagewright.engine.value import Value
+from stagewright.engine.weights import load_masters
 from stagewright.engine.windowed import WindowedTraining
 from stagewright.schedules import Program, Schedule, Timeline
 from stagewright.schedules.variants import forward_only
@@ -52,6 +54,10 @@ class Pipeline:
         loss_scale: multiply losses by this before the backward, or ``"dynamic"``: by a factor that halves on every
             rank when a gradient overflows anywhere, in which case the update is skipped.
         loss_counts: an asynchronous schedule must know beforehand that the loss comes as (sum, count).
+        deferred_batch_norm: update the running statistics of batch norms once a batch, with the mean and variance of
+            all its rows, and not with each microbatch. Either way a microbatch is normalised by its own statistics.
+        staleness: remedies for gradients of old weights, such as ``ErrorFeedback()`` (see ``engine.staleness``); where
+            a schedule has no such gradients they change nothing.
         options: of the schedule.
 
     Raises:
@@ -79,6 +85,8 @@ class Pipeline:
         master_weights: bool = False,
         loss_scale: float | Literal["dynamic"] | None = None,
         loss_counts: bool = False,
+        deferred_batch_norm: bool = False,
+        staleness: Remedy | Sequence[Remedy] = (),
         **options: Any,
     ) -> None:
         self._transport = transport or default_transport()
@@ -99,6 +107,8 @@ class Pipeline:
             autocast=autocast,
             master_weights=master_weights,
             loss_scale=loss_scale,
+            deferred_batch_norm=deferred_batch_norm,
+            staleness=staleness,
         )
         self._assembly = assemble(build_stage, program, self._transport, chosen)
         self._stages = self._assembly.stages
@@ -178,7 +188,14 @@ class Pipeline:
 
         Returns:
             The batch's loss where the last stage lives (everywhere with ``share_loss``), else None.
+
+        Raises:
+            ValueError: there is no optimizer.
         """
+        if not self._updater.can_step:
+            raise ValueError(
+                "train_step makes an update: give the Pipeline an optimizer, or call forward_backward and step yourself"
+            )
         return self._train(True, x, y, keywords)
 
     def forward_backward(self, x: Value = None, y: Value = None, **keywords: Value) -> Tensor | None:
@@ -221,23 +238,29 @@ class Pipeline:
         return gather_timeline(program, run.times, self._transport)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's weights by stage, its optimizer's state, and how many steps were made."""
+        """This rank's weights by stage, with their masters, its optimizer's state, the loss scale, and how many steps
+        were made; a tensor is the very one that is trained, as in the state of a module.
+        """
         self.flush()
-        for weights in self._assembly.weights.values():
+        masters = {}
+        for stage, weights in self._assembly.weights.items():
             weights.use(None)
+            weights.publish()
+            masters[stage] = {name: master.detach() for name, (_, master) in weights.masters.items()}
         modules = {stage: module.state_dict() for stage, module in self.modules.items()}
-        return {"stages": modules, "num_steps": self.num_steps, **self._updater.state_dict()}
+        return {"stages": modules, "masters": masters, "num_steps": self.num_steps, **self._updater.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned on the same rank of the same shape.
 
         Raises:
-            ValueError: it belongs to other stages.
+            ValueError: it belongs to other stages, or to other masters.
         """
         if set(state["stages"]) != set(self._stages):
             raise ValueError(f"this rank owns the stages {list(self._stages)}: the state has {sorted(state['stages'])}")
         for stage, weights in state["stages"].items():
             self._stages[stage].module.load_state_dict(weights)
+            load_masters(self._assembly.weights[stage], state.get("masters", {}).get(stage, {}), stage)
         self._updater.load_state_dict(state)
         self.num_steps = state["num_steps"]
 
@@ -255,7 +278,8 @@ class Pipeline:
         count = self.num_microbatches
         loss = self._batch_loss(x, y, count)
         run = Run(self.num_steps, self._inputs(x, count), self._keywords(keywords, count), loss, train=True)
-        self._last_run = (self._training.train(run, updates=updates), run)
+        with self._assembly.norms:
+            self._last_run = (self._training.train(run, updates=updates), run)
         self.num_steps += 1
         return self._shared(loss.means())
 

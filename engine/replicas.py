@@ -1,13 +1,18 @@
 """Replicas: the copies of a stage's weights that a bidirectional schedule holds, and the sum of their gradients."""
 
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from torch import Tensor, nn
 
+from stagewright.engine.batchnorm import DeferredBatchNorms, Part
 from stagewright.engine.ties import add_up
 from stagewright.engine.transport.contract import Channel, Receipt, Transport
 from stagewright.engine.value import Packed, check_crossing, pack, unpack
 from stagewright.schedules import Placement
+
+# What the copies of a stage have to add up: gradients, and what their batch norms have seen.
+Sums: TypeAlias = tuple[Sequence[Tensor | None], Sequence[Part]]
 
 
 class Replicas:
@@ -19,12 +24,18 @@ class Replicas:
     Args:
         placement: says which ranks hold a copy of which stage.
         weights: the trained parameters of this rank's stages.
+        norms: batch norms whose statistics are to be those of all copies together.
         transport: connects the ranks.
     """
 
     def __init__(
-        self, placement: Placement, weights: Mapping[int, Mapping[str, nn.Parameter]], transport: Transport
+        self,
+        placement: Placement,
+        weights: Mapping[int, Mapping[str, nn.Parameter]],
+        norms: DeferredBatchNorms,
+        transport: Transport,
     ) -> None:
+        self._norms = norms
         self._transport = transport
         self._parameters = {stage: list(parameters.values()) for stage, parameters in weights.items()}
         self._holders = {stage: placement.replicas_of(stage) for stage in weights}
@@ -40,7 +51,7 @@ class Replicas:
         others = [holder for holder in self._holders[stage] if holder != rank]
         if not others:
             return
-        own = pack([parameter.grad for parameter in self._parameters[stage]], f"stage {stage}", "gradient")
+        own = pack([*self._own(stage)], f"stage {stage}", "gradient")
         check_crossing(own, f"stage {stage}", "gradient")
         receipts = {}
         for other in others:
@@ -54,14 +65,12 @@ class Replicas:
         receipts = self._under_way.pop(stage, None)
         if receipts is None:
             return
-        parameters = self._parameters[stage]
-        of_ranks: dict[int, Sequence[Tensor | None]] = {
-            self._transport.rank: [parameter.grad for parameter in parameters]
-        }
-        for other, receipt in receipts.items():
-            of_ranks[other] = _gradients(receipt.wait())
-        for index, parameter in enumerate(parameters):
-            parameter.grad = add_up([of_ranks[rank][index] for rank in sorted(of_ranks)])
+        of_ranks = {self._transport.rank: self._own(stage)}
+        of_ranks |= {other: _sums(receipt.wait()) for other, receipt in receipts.items()}
+        in_order = [of_ranks[rank] for rank in sorted(of_ranks)]
+        for index, parameter in enumerate(self._parameters[stage]):
+            parameter.grad = add_up([gradients[index] for gradients, _ in in_order])
+        self._norms.join(stage, [parts for _, parts in in_order])
 
     def finish_all(self) -> None:
         """Finish whatever no STEP has waited for."""
@@ -71,6 +80,9 @@ class Replicas:
     def clear(self) -> None:
         """Forget the sums of a batch that has failed."""
         self._under_way.clear()
+
+    def _own(self, stage: int) -> Sums:
+        return [parameter.grad for parameter in self._parameters[stage]], self._norms.parts(stage)
 
     def _channel(self, source: int, destination: int) -> Channel:
         return Channel(source, destination, "replica", self._depth)
@@ -82,6 +94,6 @@ def _pairs(placement: Placement) -> list[tuple[int, int]]:
     return sorted({(one, other) for ranks in holders for one in ranks for other in ranks if one != other})
 
 
-def _gradients(packed: Packed) -> Sequence[Tensor | None]:
-    gradients: Sequence[Tensor | None] = unpack(packed.layout.skeleton, packed.tensors)
-    return gradients
+def _sums(packed: Packed) -> Sums:
+    gradients, parts = unpack(packed.layout.skeleton, packed.tensors)
+    return gradients, parts

@@ -25,7 +25,7 @@ def settle_sharing(modules: Mapping[int, nn.Module], groups: Sequence[Group]) ->
     names = [name for group in groups for name in group]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"a tied weight is in one group, with all its other names: {name!r} is there more than once")
+            raise ValueError(f"a tied weight is in one group, with all its other names: {name!r} is there twice")
     for stage, module in modules.items():
         for group in groups:
             _tie_within(stage, module, group)
@@ -62,10 +62,14 @@ def _tie_within(stage: int, module: nn.Module, group: Group) -> None:
         one, other = parameters[first], parameters[name]
         if one.shape != other.shape or one.requires_grad != other.requires_grad:
             raise ValueError(
-                f"tied weights are of one shape, and all of them are trained or none: stage {stage} has {first} of shape "
-                f"{tuple(one.shape)} and {name} of shape {tuple(other.shape)}"
+                f"tied weights have one shape, and all are trained or none: got {_described(first, one)}, "
+                f"{_described(name, other)} of stage {stage}"
             )
         _replace(module, other, one)
+
+
+def _described(name: str, parameter: nn.Parameter) -> str:
+    return f"{name}: {'trained' if parameter.requires_grad else 'frozen'} {list(parameter.shape)}"
 
 
 def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:

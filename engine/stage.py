@@ -8,8 +8,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from stagewright.engine.batchnorm import Untouched, remembering
 from stagewright.engine.boundary import Boundary
 from stagewright.engine.deferral import Deferred, Deferring
 from stagewright.engine.randomness import Seeds
@@ -72,6 +74,7 @@ class Stage:
         self.seeds = seeds
         self.weights = weights or SingleWeights(module)
         self.autocast = autocast
+        self.norms = remembering(module)
         self.seed_microbatch: Callable[[int], None] | None = getattr(module, "seed_microbatch", None)
         self._splits_backward = splits_backward
         self._num_kept = num_kept
@@ -216,13 +219,15 @@ class _Body:
         self._moment = moment
         self._skeleton = skeleton
         self._keywords = keywords
+        self._remembering: Sequence[_NormBase] = ()  # norms that have learned of this microbatch
 
     def __call__(self, *tensors: Tensor) -> Value:
         number = self._stage.seeds.plant(*self._moment, self._stage.index)
         if self._stage.seed_microbatch is not None:
             self._stage.seed_microbatch(number)
         value = unpack(self._skeleton, tensors)
-        with self._stage.autocasting():
+        norms, self._remembering = self._remembering, self._stage.norms
+        with self._stage.autocasting(), Untouched(norms):
             return self._stage.module(value, **self._keywords)
 
     def on_copies(self, *tensors: Tensor) -> Value:

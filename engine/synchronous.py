@@ -3,6 +3,7 @@
 from stagewright.engine.assembly import Assembly
 from stagewright.engine.executor import Executor
 from stagewright.engine.run import Run
+from stagewright.engine.transport.contract import Session
 from stagewright.schedules import Program, insert_agreements
 from stagewright.schedules.variants import without_steps
 
@@ -19,7 +20,7 @@ class SynchronousTraining:
     def __init__(self, program: Program, assembly: Assembly, *, fixed_shapes: bool) -> None:
         self._program = program
         self._assembly = assembly
-        self._fixed_shapes = fixed_shapes
+        self._session = Session(fixed_shapes)
         self._executors: dict[tuple[bool, bool], Executor] = {}
 
     @property
@@ -34,24 +35,20 @@ class SynchronousTraining:
 
     def train(self, run: Run, *, updates: bool) -> Program:
         """Run one batch, and give the program that did it."""
-        executor = self._executor(updates, self._assembly.updater.needs_scalars)
-        executor.run(run)
-        return executor.program
+        key = (updates, self._assembly.updater.needs_scalars)
+        if key not in self._executors:
+            self._executors[key] = Executor(self._made(*key), self._assembly, session=self._session)
+        self._executors[key].run(run)
+        return self._executors[key].program
 
     def program(self, *, updates: bool = True) -> Program:
         """The program of the next batch."""
-        return self._executor(updates, self._assembly.updater.needs_scalars).program
+        return self._made(updates, self._assembly.updater.needs_scalars)
 
     def drain(self, step: int) -> None:
         """Nothing is in flight between batches."""
 
-    def _executor(self, updates: bool, scalars: bool) -> Executor:
+    def _made(self, updates: bool, scalars: bool) -> Program:
         """What an update needs of all ranks goes into the program; the first batch finds out about the loss."""
-        executor = self._executors.get((updates, scalars))
-        if executor is None:
-            tied_stages = self._assembly.ties.stages
-            program = insert_agreements(self._program, tied_stages=tied_stages, scalars=scalars)
-            program = program if updates else without_steps(program)
-            executor = Executor(program, self._assembly, fixed_shapes=self._fixed_shapes)
-            self._executors[updates, scalars] = executor
-        return executor
+        program = insert_agreements(self._program, tied_stages=self._assembly.ties.stages, scalars=scalars)
+        return program if updates else without_steps(program)

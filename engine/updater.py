@@ -1,19 +1,15 @@
 """Updater: from a rank's complete gradients to its new weights, when the program says so."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias
-
-import torch
-from torch import nn
-from torch.optim import Optimizer
+from typing import Any
 
 from stagewright.engine.agreement import Agreement, LossScale, Scalars
 from stagewright.engine.gradients import Gradients
 from stagewright.engine.loss import Means
+from stagewright.engine.staleness import Remedies
+from stagewright.engine.optimizers import OptimizerFactory, Planned, make_optimizer, named_weights
 from stagewright.engine.weights import StageWeights
-
-OptimizerFactory: TypeAlias = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 
 
 class Updater:
@@ -28,6 +24,7 @@ class Updater:
         agreement: takes what all ranks must know to the others.
         max_norm: the norm to which all gradients together are clipped.
         loss_scale: by which losses were multiplied.
+        remedies: against staleness.
     """
 
     def __init__(
@@ -40,7 +37,7 @@ class Updater:
         max_norm: float | None = None,
         loss_scale: LossScale | None = None,
     ) -> None:
-        self.optimizer = _optimizer(factory, list(named_weights(weights)))
+        self.optimizer = make_optimizer(factory, list(named_weights(weights)))
         self.can_step = factory is not None
         self.loss_scale = loss_scale
         self.overflowed = False
@@ -49,6 +46,7 @@ class Updater:
         self._weights = weights
         self._gradients = gradients
         self._agreement = agreement
+        self._remedies = remedies
         self._max_norm = max_norm
         self._num_due = 0
         self._num_updates = 0
@@ -118,14 +116,15 @@ class Updater:
         if self.optimizer is not None and not self.overflowed:
             if self._max_norm is not None and self.grad_norm is not None:
                 self._gradients.scale(clip_factor(self.grad_norm, self._max_norm))
+            delay = max((weights.delay for weights in self._weights.values()), default=0)
             with Planned(self.optimizer, planned):
-                self.optimizer.step()
+                self._remedies.step(self.optimizer, delay)
         for weights in self._weights.values():
             weights.publish()
         self._gradients.drop()
 
     def finish_accumulating(self) -> None:
-        """A batch without an update is through: its gradients join those of earlier batches, if they do not overflow."""
+        """A batch without an update is through: its gradients join those of earlier ones, unless they overflow."""
         self._gradients.complete()
         self._heard = self._agreement.hear()
         self._settle()
@@ -151,7 +150,7 @@ class Updater:
         self._gradients.complete(counted=counted)
 
     def _settle(self) -> None:
-        """Divide the new gradients by what they must be divided by and add the earlier ones; drop them if they overflow."""
+        """Divide the new gradients by all they must be and add the earlier ones; drop the new ones if they overflow."""
         scalars, self._heard = self._heard, None
         if scalars is None:
             self._gradients.settle()
@@ -169,73 +168,21 @@ class Updater:
             self._gradients.settle(factor)
 
     def state_dict(self) -> dict[str, object]:
-        """The optimizer's state and the loss scale."""
+        """The optimizer's state, the loss scale, and what the remedies against staleness remember."""
         scale = None if self.loss_scale is None else (self.loss_scale.value, self.loss_scale.num_good_steps)
-        return {"optimizer": None if self.optimizer is None else self.optimizer.state_dict(), "loss_scale": scale}
+        if self.optimizer is None:
+            return {"optimizer": None, "loss_scale": scale, "staleness": []}
+        remembered = self._remedies.state_dict(self.optimizer)
+        return {"optimizer": self.optimizer.state_dict(), "loss_scale": scale, "staleness": remembered}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on from ``state_dict``."""
         optimizer, scale = state["optimizer"], state["loss_scale"]
         if self.optimizer is not None and isinstance(optimizer, dict):
             self.optimizer.load_state_dict(optimizer)
+            self._remedies.load_state_dict(self.optimizer, state["staleness"])
         if self.loss_scale is not None and isinstance(scale, tuple):
             self.loss_scale.value, self.loss_scale.num_good_steps = scale
-
-
-def _optimizer(factory: OptimizerFactory | None, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer | None:
-    """The optimizer of a rank; None where there is nothing to train.
-
-    Raises:
-        TypeError: the factory returns something else.
-        ValueError: the optimizer calls for losses in its midst.
-    """
-    if factory is None or not named:
-        return None
-    optimizer = factory(named)
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer is called with (name, parameter) pairs and returns an Optimizer: got {optimizer!r}")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "LBFGS computes the loss anew within each step, and over the weights of all stages together: take an "
-            "optimizer that needs the gradients alone"
-        )
-    return optimizer
-
-
-class Planned:
-    """Context: an optimizer has the settings that were noted for an update, and afterwards its own again.
-
-    Args:
-        optimizer: whose.
-        settings: one dict a parameter group; None leaves all as it is.
-    """
-
-    def __init__(self, optimizer: Optimizer, settings: Sequence[Mapping[str, Any]] | None) -> None:
-        self._groups = optimizer.param_groups
-        self._settings = settings
-
-    def __enter__(self) -> None:
-        if self._settings is not None:
-            own = [{key: group[key] for key in planned} for group, planned in zip(self._groups, self._settings)]
-            self._apply(self._settings)
-            self._settings = own
-
-    def __exit__(self, *_: object) -> None:
-        if self._settings is not None:
-            self._apply(self._settings)
-
-    def _apply(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        for group, planned in zip(self._groups, settings):
-            group.update(planned)
-
-
-def named_weights(weights: Mapping[int, StageWeights]) -> Iterable[tuple[str, nn.Parameter]]:
-    """(name, trained parameter) of all stages; a name that occurs in two stages gets its stage in front."""
-    seen: set[str] = set()
-    for stage, of_stage in weights.items():
-        for name, parameter in of_stage.trained.items():
-            yield name if name not in seen else f"stage{stage}.{name}", parameter
-            seen.add(name)
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

@@ -6,10 +6,7 @@ from stagewright.engine.mail import Mail
 from stagewright.engine.run import Run
 from stagewright.engine.transport.contract import Session
 from stagewright.schedules import Program, ScheduleError, verify
-from stagewright.schedules.windows import NUM_OPENING, Piece, Windows
-
-# Batches of the program that tells the channels: enough for every kind of window, and a drain in between.
-_SAMPLE = (NUM_OPENING + 2, 2 * NUM_OPENING + 4)
+from stagewright.schedules.windows import Piece, Windows
 
 
 class WindowedTraining:
@@ -22,12 +19,13 @@ class WindowedTraining:
     """
 
     def __init__(self, windows: Windows, assembly: Assembly, *, fixed_shapes: bool) -> None:
-        sample = windows.program(_SAMPLE)
+        # Enough for every kind of window, and a drain in between.
+        sample = windows.program((windows.num_opening + 2, 2 * windows.num_opening + 4))
         verify(sample)
         self._windows = windows
         self._assembly = assembly
         self._transport = assembly.transport
-        self._session = Session(fixed_shapes)
+        self._session = Session(fixed_shapes, windows.schedule.num_microbatches)
         self._mail = Mail(sample, assembly.transport)
         self._executors: dict[tuple[str, int, int], Executor] = {}
         self.num_batches = 0
@@ -39,7 +37,7 @@ class WindowedTraining:
 
     def program(self, *, updates: bool = True) -> Program:
         """Some batches and the drain after them."""
-        return self._windows.program((NUM_OPENING,))
+        return self._windows.program((self._windows.num_opening,))
 
     @property
     def microbatches_per_update(self) -> int:
@@ -97,7 +95,7 @@ class WindowedTraining:
     def _program_of(self, piece: Piece) -> Program:
         """A piece as a program of its own, with numbers as they stand in it."""
         schedule = self._windows.schedule
-        num_batches = 2 * (NUM_OPENING + 2)
+        num_batches = 2 * (self._windows.num_opening + 2)
         return Program(
             piece.streams, schedule.placement, schedule.num_microbatches, num_batches, self._windows.update_rule
         )

@@ -108,10 +108,15 @@ class Schedule(ABC):
         """
         if steps < 1:
             raise ScheduleError(f"a program trains on at least one batch: got steps={steps}")
-        program = Program(self.streams(steps), self.placement, self.num_units, steps, self.update_rule)
-        program = insert_communication(program)
+        program = self.unverified(steps)
         verify(program)
         return program
+
+    def unverified(self, num_batches: int) -> Program:
+        """The same program, before anyone has proved it."""
+        return insert_communication(
+            Program(self.streams(num_batches), self.placement, self.num_units, num_batches, self.update_rule)
+        )
 
 
 def check_count(field: str, count: object) -> None:

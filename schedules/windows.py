@@ -1,16 +1,15 @@
 """Windows: an asynchronous schedule cut into what a rank does a batch at a time.
 
 An asynchronous schedule has no last instruction, so the engine runs it in pieces: one window a batch, and a drain
-when nothing follows. A window posts the receives of its own computations alone; it would else wait for a batch that
-may never come. Once the pipeline is full, one window is like the one before it but for its numbers.
+when nothing follows. A window posts the receives of what is sent in the same window, and no others: those would wait
+for a batch that may never come. Once the pipeline is full, one window is like the one before it but for its numbers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Final, TypeAlias
+from functools import cached_property, lru_cache
+from typing import Protocol, TypeAlias
 
-from stagewright.schedules.asynchronous import AsynchronousSchedule, Work
 from stagewright.schedules.communication import insert_communication
 from stagewright.schedules.instructions import (
     Backward,
@@ -19,16 +18,58 @@ from stagewright.schedules.instructions import (
     ReceiveActivation,
     ReceiveGradient,
     ReduceTied,
+    SendActivation,
+    SendGradient,
     Step,
     SyncScalars,
 )
+from stagewright.schedules.placement import Placement
 from stagewright.schedules.program import Program, UpdateRule
 
 Stream: TypeAlias = tuple[Instruction, ...]
+Work: TypeAlias = Forward | Backward | Step | ReduceTied | SyncScalars
 
-# Windows after which every further one is like the one before it: the pipeline is full in the second, and the version
-# rule of the first batches has run out by then.
-NUM_OPENING: Final = 4
+
+class Endless(Protocol):
+    """What windows are cut from: an order of work that goes on from batch to batch."""
+
+    @property
+    def name(self) -> str:
+        """Tells it from other schedules."""
+        ...
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline, P."""
+        ...
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of one batch, M."""
+        ...
+
+    @property
+    def microbatches_per_update(self) -> int:
+        """Microbatches whose gradients go into one update."""
+        ...
+
+    @property
+    def placement(self) -> Placement:
+        """Which rank owns which stage."""
+        ...
+
+    @property
+    def update_rule(self) -> UpdateRule:
+        """When weights change, and how many versions of them are kept."""
+        ...
+
+    def window(self, rank: int, batch: int, num_drained: int = 0) -> Sequence[Work]:
+        """What a rank does when it is given a batch, without communication."""
+        ...
+
+    def drain(self, rank: int, num_batches: int, num_drained: int = 0) -> Sequence[Work]:
+        """What a rank still has to do after some batches."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +101,7 @@ class Windows:
             drain); the backwards in between need a second sum of gradients.
     """
 
-    schedule: AsynchronousSchedule
+    schedule: Endless
     tied_stages: frozenset[int] = frozenset()
     scalars: bool = False
 
@@ -70,6 +111,19 @@ class Windows:
         rule = self.schedule.update_rule
         return replace(rule, num_gradient_buffers=2) if self.scalars or self.tied_stages else rule
 
+    @cached_property
+    def num_opening(self) -> int:
+        """Windows after which every further one is like the one before it.
+
+        Once a window has as many backwards as forwards on the first rank, the pipeline is full; after as many again
+        gradients come back in the rhythm of the activations, and after two more the first batches' version rule has
+        run out.
+        """
+        num_filling = 0
+        while not all(_is_full(self.schedule.window(rank, num_filling)) for rank in range(self.schedule.num_ranks)):
+            num_filling += 1
+        return 2 * num_filling + 2
+
     def window(self, batch: int, num_drained: int) -> Piece:
         """What all ranks do when they are given a batch.
 
@@ -77,15 +131,15 @@ class Windows:
             batch: its number, from 0.
             num_drained: batches before the last drain.
         """
-        start = min(num_drained, NUM_OPENING)
-        index = min(batch - num_drained, NUM_OPENING)
-        pieces = _pieces(self, start, NUM_OPENING + 2)
+        start = min(num_drained, self.num_opening)
+        index = min(batch - num_drained, self.num_opening)
+        pieces = _pieces(self, start, self.num_opening + 2)
         return self._piece("window", start, index, [of_rank[index] for of_rank in pieces], batch - start - index)
 
     def drain(self, num_batches: int, num_drained: int) -> Piece:
         """What is left to do after ``num_batches`` batches, ``num_drained`` of which were drained before."""
-        start = min(num_drained, NUM_OPENING)
-        length = min(num_batches - num_drained, NUM_OPENING)
+        start = min(num_drained, self.num_opening)
+        length = min(num_batches - num_drained, self.num_opening)
         pieces = _pieces(self, start, length)
         return self._piece("drain", start, length, [of_rank[-1] for of_rank in pieces], num_batches - start - length)
 
@@ -132,59 +186,93 @@ def _pieces(windows: Windows, start: int, num_windows: int) -> tuple[tuple[Strea
         [schedule.window(rank, batch, start) for batch in range(start, end)] + [schedule.drain(rank, end, start)]
         for rank in range(schedule.num_ranks)
     ]
-    if windows.scalars or windows.tied_stages:
-        computed = [_put_off(of_rank, windows) for of_rank in computed]
+    computed = [_put_off(of_rank, windows) for of_rank in computed]
     streams = tuple(tuple(item for piece in of_rank for item in piece) for of_rank in computed)
     whole = insert_communication(
         Program(streams, schedule.placement, schedule.num_microbatches, end, windows.update_rule)
     )
-    return tuple(_cut(stream, of_rank) for stream, of_rank in zip(whole.streams, computed))
+    sent_in = {
+        receive: window
+        for stream, of_rank in zip(whole.streams, computed)
+        for instruction, window in zip(stream, _windows_of(stream, of_rank))
+        if (receive := _receive_of(instruction)) is not None
+    }
+    return tuple(_cut(stream, of_rank, sent_in) for stream, of_rank in zip(whole.streams, computed))
+
+
+def _is_full(window: Sequence[Work]) -> bool:
+    """Whether a window has a backward for each forward."""
+    num_forwards = sum(isinstance(instruction, Forward) for instruction in window)
+    return num_forwards == sum(isinstance(instruction, Backward) for instruction in window)
 
 
 def _put_off(pieces: Sequence[Sequence[Work]], windows: Windows) -> list[list[Work]]:
-    """In the place of each STEP tell the other ranks what they must know, and step later: before the version is read,
-    or before there is something to tell of the next one."""
+    """In the place of STEPs that need other ranks tell those what they must know, and step later: before the version is
+    read, or before there is something to tell of the next one."""
+    tied = [stage for stage in _stages_of(pieces) if stage in windows.tied_stages]
+    if not tied and not windows.scalars:
+        return [list(piece) for piece in pieces]
     waiting: list[Step] = []
     put_off: list[list[Work]] = []
     for piece in pieces:
         work: list[Work] = []
         for instruction in piece:
-            if isinstance(instruction, Step):
-                work += waiting
-                waiting = [instruction]
-                work += [ReduceTied(instruction.stage)] if instruction.stage in windows.tied_stages else []
-                work += [SyncScalars()] if windows.scalars else []
-                continue
-            if isinstance(instruction, Forward):
-                work += [step for step in waiting if step.version <= (instruction.version or 0)]
-                waiting = [step for step in waiting if step.version > (instruction.version or 0)]
-            work.append(instruction)
+            match instruction:
+                case Step(_, version) if waiting and waiting[-1].version == version:
+                    waiting.append(instruction)
+                case Step():
+                    work += [*waiting, *map(ReduceTied, tied)]
+                    work += [SyncScalars()] if windows.scalars else []
+                    waiting = [instruction]
+                case Forward(_, _, int(version)) if waiting and waiting[-1].version <= version:
+                    work += [*waiting, instruction]
+                    waiting = []
+                case _:
+                    work.append(instruction)
         put_off.append(work)
     put_off[-1] += waiting
     return put_off
 
 
-def _cut(stream: Sequence[Instruction], pieces: Sequence[Sequence[Instruction]]) -> tuple[Stream, ...]:
-    """Deal a rank's stream to its windows; a receive that was posted ahead of its consumer's window opens it."""
+def _stages_of(pieces: Sequence[Sequence[Work]]) -> list[int]:
+    """The stages that a rank updates."""
+    return sorted({instruction.stage for piece in pieces for instruction in piece if isinstance(instruction, Step)})
+
+
+def _cut(
+    stream: Sequence[Instruction], pieces: Sequence[Sequence[Instruction]], sent_in: Mapping[Instruction, int]
+) -> tuple[Stream, ...]:
+    """Deal a rank's stream to its windows, each receive to that in which its message is sent.
+
+    There it stands where it stood, or at the start or the end, if that was in an earlier or a later window. So what is
+    sent in a window is received in it, whether a drain follows or another window.
+    """
+    opening, body, closing = ([list[Instruction]() for _ in pieces] for _ in range(3))
+    for instruction, window in zip(stream, _windows_of(stream, pieces)):
+        needed = sent_in.get(instruction, window)
+        part = body if needed == window else opening if needed > window else closing
+        part[needed].append(instruction)
+    return tuple((*first, *rest, *last) for first, rest, last in zip(opening, body, closing))
+
+
+def _windows_of(stream: Sequence[Instruction], pieces: Sequence[Sequence[Instruction]]) -> list[int]:
+    """The window of each instruction of a stream: that of the computation or update which it is or follows."""
     work = [(window, instruction) for window, piece in enumerate(pieces) for instruction in piece]
-    needed_in = {receive: window for window, instruction in work for receive in _needs(instruction)}
-    opening: list[list[Instruction]] = [[] for _ in pieces]
-    body: list[list[Instruction]] = [[] for _ in pieces]
+    windows: list[int] = []
     current, num_met = 0, 0
     for instruction in stream:
         if num_met < len(work) and instruction == work[num_met][1]:
             current, num_met = work[num_met][0], num_met + 1
-        needed = needed_in.get(instruction, current)
-        (body if needed == current else opening)[needed].append(instruction)
-    return tuple((*first, *rest) for first, rest in zip(opening, body))
+        windows.append(current)
+    return windows
 
 
-def _needs(instruction: Instruction) -> list[Instruction]:
-    """The receives that an instruction may wait for."""
+def _receive_of(instruction: Instruction) -> Instruction | None:
+    """The receive of a message that an instruction sends, if it does."""
     match instruction:
-        case Forward(stage, microbatch):
-            return [ReceiveActivation(stage, microbatch)]
-        case Backward(stage, microbatch):
-            return [ReceiveGradient(stage, microbatch)]
+        case SendActivation(stage, microbatch):
+            return ReceiveActivation(stage + 1, microbatch)
+        case SendGradient(stage, microbatch):
+            return ReceiveGradient(stage - 1, microbatch)
         case _:
-            return []
+            return None

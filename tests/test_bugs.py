@@ -1,9 +1,13 @@
 """The bug diary: each test tells a fault that the library once had."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
-from stagewright.engine import PeerError, RankContext, RankError, launch_local
+from stagewright.engine import PeerError, Pipeline, RankContext, RankError, launch_local
+from stagewright.engine.batch import join, split_keywords
 from stagewright.engine.transport.contract import Channel
 from stagewright.engine.transport.device import _as_bytes
 from stagewright.engine.transport.frame import FrameCodec
@@ -83,3 +87,150 @@ def test_a_thread_that_waited_for_a_rank_that_had_returned_hung() -> None:
     """Only a failure woke it, and returning is none."""
     with pytest.raises(PeerError, match="rank 1 has returned"):
         launch_local(wait_for_what_never_comes, 2, backend="threads")
+
+
+def gradients_of(module: nn.Module, **options: Any) -> list[Tensor | None]:
+    """What one batch of 8 rows in 4 microbatches leaves on a single stage."""
+    x = torch.linspace(-1, 1, 48, dtype=torch.float64).reshape(8, 6)
+    options = {"schedule": "zb-h1", "num_microbatches": 4, "loss_fn": lambda y, target: (y**2).mean(), **options}
+    with Pipeline({0: module}, **options) as pipe:
+        pipe.forward_backward(x, x)
+    gradients = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    return gradients
+
+
+def assert_same_gradients(module: nn.Module, **options: Any) -> None:
+    """Split backward, with these options, gives what full backward gives."""
+    expected = gradients_of(module, schedule="1f1b")
+    torch.testing.assert_close(gradients_of(module, **options), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_recompute_lost_the_weight_gradients_of_split_backward() -> None:
+    """A checkpoint gives back copies of what was saved, parameters too; the gradients went to the copies."""
+    assert_same_gradients(nn.Linear(6, 6).double(), recompute="full")
+
+
+def test_weight_gradients_had_a_graph() -> None:
+    """They were made from an activation that still knew where it came from, so every microbatch stayed alive."""
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
+    assert not any(gradient.requires_grad for gradient in gradients_of(module) if gradient is not None)
+
+
+class Slope(nn.Module):
+    """Adds the derivative of its linear map, taken inside the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        point = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.linear(point).tanh().sum(), point, create_graph=True)
+        y: Tensor = self.linear(x) + slope
+        return y
+
+
+def test_a_gradient_inside_a_recomputed_forward_took_the_weight_for_its_transpose() -> None:
+    """torch hands ``autograd.grad`` to a function mode whole, which is off meanwhile; what was computed again in it
+    saved other tensors than the first time, among them the transposed weight in the place of the weight."""
+    assert_same_gradients(Slope(), recompute="full")
+
+
+class Inverting(torch.autograd.Function):
+    """Computes its input's linear map again in its backward, and asks for the gradient of the weight by name."""
+
+    @staticmethod
+    def forward(ctx: Any, linear: nn.Linear, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.linear = linear
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            y: Tensor = linear(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, Tensor]:
+        with torch.enable_grad():
+            y = ctx.linear(*ctx.saved_tensors)
+        return None, None, torch.autograd.grad(y, ctx.linear.weight, dy)[0]
+
+
+class Inverted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6, bias=False).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Inverting.apply(self.linear, x, self.linear.weight)
+        return y
+
+
+def test_a_gradient_that_user_code_asked_for_in_its_backward_was_put_off() -> None:
+    """It was taken for the stage's own, so the user's code was told that the weight had not been used."""
+    assert_same_gradients(Inverted())
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.func.vmap(self.linear)(x)
+        return y
+
+
+def test_vmap_inside_a_stage_was_an_error_under_split_backward() -> None:
+    """Transforms differentiate by themselves, and know nothing of operations that put their gradient off."""
+    assert_same_gradients(Mapped())
+
+
+class Lowered(nn.Module):
+    """A float64 linear inside an autocast region, which leaves float64 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y: Tensor = self.linear(x)
+        return y
+
+
+def test_float64_inside_an_autocast_region_was_an_error_under_split_backward() -> None:
+    """The input was kept in the autocast type even where the operation does not compute in it."""
+    assert_same_gradients(Lowered())
+
+
+class ReluFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x.relu_())
+        return y
+
+
+def test_the_first_stage_could_not_overwrite_its_input() -> None:
+    """Microbatches are views of one batch and shared its version counter, so overwriting the second one spoiled what
+    autograd had saved of the first."""
+    assert all(gradient is not None for gradient in gradients_of(ReluFirst(), schedule="gpipe"))
+
+
+def test_a_step_inside_no_grad_trained_nothing_without_a_word() -> None:
+    module = nn.Linear(6, 6).double()
+    with torch.no_grad():
+        assert all(gradient is not None for gradient in gradients_of(module, schedule="1f1b"))
+
+
+def test_outputs_of_several_structures_were_joined_up_to_the_shortest() -> None:
+    with pytest.raises(ValueError, match="must be of one structure"):
+        join([torch.ones(1), (torch.ones(1), torch.ones(1))])
+
+
+def test_tensors_inside_tuples_among_the_keywords_were_not_cut() -> None:
+    """Every microbatch got all rows of them."""
+    parts = split_keywords({"pair": (torch.arange(4), "word")}, 2, {})
+    assert [part["pair"][0].tolist() for part in parts] == [[0, 1], [2, 3]]

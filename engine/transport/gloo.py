@@ -18,21 +18,29 @@ from stagewright.engine.value import Packed, pack
 _TAGS: Final[dict[Kind, int]] = {"activation": 0, "gradient": 1, "replica": 2, "tied": 3, "gather": 4, "scalars": 5}
 # Frames of a channel that may be under way before a send waits for the oldest of them to be taken.
 _MAX_UNDER_WAY: Final = 8
+# Tags of one channel: one for what arrives whole, the others in turn for rests.
+_NUM_TAGS: Final = 1024
 
 
 class _Line:
-    """One channel as this rank sees it."""
+    """One channel as this rank sees it.
 
-    def __init__(self, channel: Channel) -> None:
+    Args:
+        channel: its ends, kind and depth.
+        number: of the transport, among those of its group.
+    """
+
+    def __init__(self, channel: Channel, number: int) -> None:
         self.channel = channel
-        self.tag = _TAGS[channel.kind]
+        self.tag = (number * len(_TAGS) + _TAGS[channel.kind]) * _NUM_TAGS
         self.capacity = Capacity()
         self.num_messages = 0
+        self.num_awaited = 0
         self.under_way: deque[list[dist.Work]] = deque()
 
     def tag_of_rest(self, index: int) -> int:
         """A tag for what exceeds the receive of the index-th frame: rests are fetched in the order of need."""
-        return len(_TAGS) * (1 + index) + self.tag
+        return self.tag + 1 + index % (_NUM_TAGS - 1)
 
 
 class _GlooReceipt:
@@ -43,6 +51,7 @@ class _GlooReceipt:
         self._stage, self._microbatch = stage, microbatch
         self._frame = transport.codec.empty(line.capacity.of(index, line.channel.depth))
         self._work = transport.receive(self._frame, line.channel.source, line.tag)
+        line.num_awaited += 1
 
     def wait(self) -> Packed:
         """Block until the whole frame is there."""
@@ -55,6 +64,7 @@ class _GlooReceipt:
             frame = transport.codec.enlarged(frame, num_bytes, source)
             rest = transport.receive(frame[self._frame.numel() :], source, line.tag_of_rest(self._index))
             transport.wait_for(rest, source)
+        line.num_awaited -= 1
         try:
             return transport.codec.read(frame, self._stage, self._microbatch, source)
         except PeerError as error:
@@ -78,6 +88,8 @@ class GlooTransport:
         self.device = device or torch.device("cpu")
         self.baton: AbstractContextManager[object] = nullcontext()
         self.codec = FrameCodec(self.device)
+        # Several transports of one group, made in one order on all ranks, keep apart by their tags.
+        self._number: int = self.group.get_group_store().add(f"stagewright transports of rank {self.rank}", 1)
         self._lines: dict[Line, _Line] = {}
         self._num_gathers = 0
         self._failure: str | None = None
@@ -97,9 +109,19 @@ class GlooTransport:
                 self._line(channel)
 
     def begin(self, session: Session) -> None:
-        """Start a run: every channel counts its messages from zero."""
+        """Start a run: every channel counts its messages from zero.
+
+        Raises:
+            PeerError: a rank has failed before.
+            ValueError: another pipeline has something in flight here.
+        """
         if self._failure is not None:
             raise PeerError(f"the pipeline cannot go on after a failure: {self._failure}")
+        if any(line.num_awaited for line in self._lines.values() if line.channel.kind in ("activation", "gradient")):
+            raise ValueError(
+                "another pipeline has microbatches in flight on this transport: call its flush() before, or give each "
+                "pipeline a transport of its own"
+            )
         for line in self._lines.values():
             line.capacity.begin()
             line.num_messages = 0
@@ -196,7 +218,7 @@ class GlooTransport:
     def _line(self, channel: Channel) -> _Line:
         line = self._lines.get(channel.line)
         if line is None:
-            line = self._lines[channel.line] = _Line(channel)
+            line = self._lines[channel.line] = _Line(channel, self._number)
         line.channel = channel
         return line
 

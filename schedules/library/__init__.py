@@ -14,6 +14,7 @@ from stagewright.schedules.library.one_f_one_b import OneFOneB
 from stagewright.schedules.library.pipedream import PipeDream
 from stagewright.schedules.library.seq1f1b import SequenceSliced
 from stagewright.schedules.library.two_buffered import DoubleBuffered
+from stagewright.schedules.library.two_buffered_interleaved import InterleavedDoubleBuffered
 from stagewright.schedules.library.v_half import VHalf
 from stagewright.schedules.library.v_min import VMin
 from stagewright.schedules.library.zb_auto import ZeroBubble1P, ZeroBubble2P, ZeroBubbleAuto
@@ -31,6 +32,7 @@ __all__ = [
     "GroupedInterleaved",
     "Hanayo",
     "Interleaved",
+    "InterleavedDoubleBuffered",
     "InterleavedZeroBubble",
     "NoPipelining",
     "OneFOneB",

@@ -34,9 +34,9 @@ class DoubleBuffered(AsynchronousSchedule):
         """With fewer than P-1 microbatches a version would be read before it exists."""
         if self.num_microbatches < self.num_ranks - 1:
             raise ScheduleError(
-                f"2bw needs at least P - 1 microbatches, so that a batch's version exists when its first forward reads "
-                f"it: got {self.num_microbatches} on {self.num_ranks} ranks; use {self.num_ranks - 1} or more "
-                f"microbatches, or at most {self.num_microbatches + 1} ranks"
+                f"{self.name} needs at least P - 1 microbatches, so that a batch's version exists when its first "
+                f"forward reads it: got {self.num_microbatches} on {self.num_ranks} ranks; use {self.num_ranks - 1} or "
+                f"more microbatches, or at most {self.num_microbatches + 1} ranks"
             )
 
     @property

@@ -33,6 +33,14 @@ from stagewright.schedules import create
         ("train --schedule 1f2b", "there is no schedule '1f2b'"),
         ("train --steps 0", "argument --steps: a whole number from 1 up is needed: got '0'"),
         ("train --steps ten", "argument --steps: a whole number from 1 up is needed: got 'ten'"),
+        ("train --clip 0", "argument --clip: a number above 0 is needed: got '0'"),
+        ("train --accumulate 0", "argument --accumulate: a whole number from 1 up is needed: got '0'"),
+        ("train --accumulate 3 --schedule 2bw", "got --accumulate 3; use --batch-size 48 --microbatches 12"),
+        ("train --schedule 2bw --ranks 4 --microbatches 2", "2bw needs at least P - 1 microbatches"),
+        ("train --dtype float8", "argument --dtype: invalid choice: 'float8'"),
+        ("train --optimizer adam", "argument --optimizer: invalid choice: 'adam'"),
+        ("train --recompute half", "argument --recompute: off, full or a whole number from 0 up is needed: got 'half'"),
+        ("train --recompute -1", "argument --recompute: off, full or a whole number from 0 up is needed: got '-1'"),
         ("train --lr -1", "argument --lr: a number above 0 is needed: got '-1'"),
         ("train --lr fast", "argument --lr: a number above 0 is needed: got 'fast'"),
         ("train --sample= --steps 2", "argument --sample: a text with at least one byte is needed: got ''"),
@@ -75,8 +83,8 @@ def test_the_defaults_are_those_of_the_settings() -> None:
 def test_every_flag_reaches_its_setting() -> None:
     flags = (
         "--schedule gpipe --ranks 3 --microbatches 5 --data text --sequence 32 --batch-size 10 --layers 6 --hidden 48 "
-        "--heads 2 --dropout 0.1 --steps 7 --lr 0.01 --seed 3 --sample def class --sample-bytes 9 --temperature 0 "
-        "--metrics out.jsonl --quiet"
+        "--heads 2 --dropout 0.1 --tie --steps 7 --optimizer muon --lr 0.01 --clip 0.5 --accumulate 2 --dtype bfloat16 "
+        "--recompute 3 --seed 3 --sample def class --sample-bytes 9 --temperature 0 --metrics out.jsonl --quiet"
     )
     assert settings(*flags.split()) == TrainSettings(
         schedule=create("gpipe", num_ranks=3, num_microbatches=5),
@@ -87,8 +95,14 @@ def test_every_flag_reaches_its_setting() -> None:
         hidden=48,
         heads=2,
         dropout=0.1,
+        tie=True,
         steps=7,
+        optimizer="muon",
         lr=0.01,
+        clip=0.5,
+        accumulate=2,
+        dtype="bfloat16",
+        recompute=3,
         seed=3,
         sample=("def", "class"),
         sample_bytes=9,
@@ -96,6 +110,38 @@ def test_every_flag_reaches_its_setting() -> None:
         metrics=Path("out.jsonl"),
         quiet=True,
     )
+
+
+@pytest.mark.parametrize(("text", "meaning"), [("off", "off"), ("full", "full"), ("0", 0), ("12", 12)])
+def test_what_may_be_recomputed(text: str, meaning: str | int) -> None:
+    assert settings("--recompute", text).recompute == meaning
+
+
+@pytest.mark.parametrize(
+    ("flags", "reporter"),
+    [
+        ("--schedule 1f1b --ranks 4", 3),
+        ("--schedule interleaved --ranks 4", 3),
+        ("--schedule zbv --ranks 4", 0),  # the last stage is where a V comes back to
+        ("--schedule dualpipe --ranks 4", 0),  # both ends have it, and together the loss
+        ("--schedule 1f1b --ranks 1", 0),
+    ],
+)
+def test_the_first_rank_that_has_the_last_stage_reports(flags: str, reporter: int) -> None:
+    assert settings(*flags.split()).reporter == reporter
+
+
+@pytest.mark.parametrize(
+    ("flags", "version"),
+    [
+        ("--schedule 1f1b", 50),
+        ("--schedule 1f1b --accumulate 3", 50),
+        ("--schedule 2bw", 50),
+        ("--schedule pipedream --microbatches 6", 300),
+    ],
+)
+def test_the_last_weight_version_counts_the_updates(flags: str, version: int) -> None:
+    assert settings("--steps", "50", *flags.split()).version == version
 
 
 @pytest.mark.parametrize(

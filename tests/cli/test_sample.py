@@ -130,7 +130,9 @@ SHAPE: dict[str, Any] = {"layers": 8, "hidden": 16, "heads": 2, "sequence": 16, 
 def train_in_threads(text: Path, name: str, num_ranks: int) -> TrainResult:
     schedule = create(name, num_ranks=num_ranks, num_microbatches=4)
     settings = TrainSettings(schedule, data=text, sample=("the ", "fox"), sample_bytes=24, quiet=True, **SHAPE)
-    result: TrainResult = launch_local(partial(train_rank, settings), num_ranks, backend="threads")[0]
+    results = launch_local(partial(train_rank, settings), num_ranks, backend="threads")
+    (result,) = [result for result in results if result is not None]
+    assert isinstance(result, TrainResult)
     return result
 
 
@@ -161,7 +163,7 @@ def printed(prompt: str, continuation: bytes, encoding: str = "utf-8") -> str:
     """What stands below the table."""
     settings = TrainSettings(create("1f1b", num_ranks=2, num_microbatches=4), sample=(prompt,))
     bubble = Bubble(formula=0.2, formula_text="(P-1)(F+B)", simulated=0.2, measured=0.2, denominator="idle / all")
-    result = TrainResult(5.0, 2.0, 2.0, 4.0, 100.0, bubble, continuations=(continuation,))
+    result = TrainResult(5.0, 2.0, 2.0, 9, 4.0, 100.0, bubble, continuations=(continuation,))
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="")
     print_result(settings, result, Console(file=file, width=40))
     file.seek(0)

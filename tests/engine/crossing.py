@@ -73,7 +73,7 @@ class Unwraps(nn.Module):
 
 
 class ManyTypes(nn.Module):
-    """The numbers of x in every type, integers up to 2**62, infinities and a NaN; beside them what carries gradients."""
+    """The numbers of x in every type, integers up to 2**62, infinities and a NaN; and what carries gradients."""
 
     def __init__(self) -> None:
         super().__init__()

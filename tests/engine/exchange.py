@@ -124,3 +124,41 @@ def count_frames(context: RankContext, schedule: str, num_microbatches: int) -> 
         for step in range(2):
             pipe.train_step(*make_batch(8 * num_microbatches, step, width=64))
         return counter.count()
+
+
+def interleave(context: RankContext) -> list[list[int]]:
+    """Two transports of one group, each with a message of its own in flight; what rank 1 took from each."""
+    assert isinstance(context.transport, GlooTransport)
+    transports = context.transport, GlooTransport(context.transport.group)
+    channel = Channel(0, 1, "activation")
+    messages = [torch.arange(3), torch.arange(10_000)]
+    receipts = []
+    for transport, message in zip(transports, messages):
+        transport.begin(Session(fixed_shapes=False))
+        if context.rank == 0:
+            transport.send(channel, pack(message, "stage 0"), 1, 0)
+        else:
+            receipts.append(transport.post(channel, 1, 0))
+    taken = [receipt.wait().tensors[0].tolist() for receipt in reversed(receipts)]
+    for transport in transports:
+        transport.end()
+    return taken
+
+
+def begin_in_flight(context: RankContext) -> str:
+    """Begin a run while a message of another is still awaited; what rank 1 is told."""
+    told = ""
+    channel = Channel(0, 1, "activation")
+    context.transport.begin(Session(fixed_shapes=False))
+    if context.rank == 0:
+        context.transport.send(channel, pack(torch.arange(3), "stage 0"), 1, 0)
+        context.transport.end()
+    else:
+        receipt = context.transport.post(channel, 1, 0)
+        try:
+            context.transport.begin(Session(fixed_shapes=False))
+        except ValueError as error:
+            told = str(error)
+        receipt.wait()
+        context.transport.begin(Session(fixed_shapes=False))
+    return told

@@ -1,4 +1,4 @@
-"""A model of any shape, trained by pipeline and by a plain loop over the same microbatches with the same random numbers."""
+"""Any model, trained by a pipeline and by a plain loop over the same microbatches with the same random numbers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

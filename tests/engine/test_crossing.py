@@ -28,9 +28,7 @@ def test_crosses(scenario: str, name: str, num_ranks: int, options: dict[str, An
     schedule = create(name, num_ranks=num_ranks, num_microbatches=MICROBATCHES, **options)
     assert schedule.num_stages == 4
     plain = train_plainly(SCENARIOS[scenario], 4, MICROBATCHES)
-    results = launch_local(
-        train_rank, num_ranks, backend="threads", args=(SCENARIOS[scenario], {"schedule": schedule})
-    )
+    results = launch_local(train_rank, num_ranks, backend="threads", args=(SCENARIOS[scenario], {"schedule": schedule}))
     compare(results, plain)
 
 

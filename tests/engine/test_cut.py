@@ -42,7 +42,11 @@ def test_a_microbatch_is_no_copy() -> None:
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
-        ((torch.ones(4), torch.ones(5)), ValueError, "the tensors of x must agree about the number of rows: got [4, 5]"),
+        (
+            (torch.ones(4), torch.ones(5)),
+            ValueError,
+            "the tensors of x must agree about the number of rows",
+        ),
         (torch.ones(()), ValueError, "x is cut along its first dimension, but holds a tensor without dimensions"),
         ({"a": None}, ValueError, "x holds no tensor, so it has no rows to cut into microbatches"),
         ([torch.ones(4), 3], TypeError, "x is made of tensors, tuples, lists, dicts and None: it holds a int"),

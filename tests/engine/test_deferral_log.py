@@ -35,9 +35,9 @@ def test_a_hooked_weight_is_named(caplog: pytest.LogCaptureFixture) -> None:
         module[1].weight.register_hook(torch.clone)
         return module
 
-    assert [message.split("cannot")[0] for message in messages(caplog, "interleaved-zb", Stages(hooked, nn.Identity))] == [
-        "stage 0: the weight gradients of 1.weight, 1.bias "
-    ]
+    assert [
+        message.split("cannot")[0] for message in messages(caplog, "interleaved-zb", Stages(hooked, nn.Identity))
+    ] == ["stage 0: the weight gradients of 1.weight, 1.bias "]
 
 
 def test_nothing_is_said_where_all_can_wait(caplog: pytest.LogCaptureFixture) -> None:

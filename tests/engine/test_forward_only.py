@@ -43,8 +43,13 @@ def whole(num_stages: int) -> nn.Sequential:
     return nn.Sequential(*(Stages(Noisy)(stage) for stage in range(num_stages))).eval()
 
 
+def options_of(schedule: Schedule) -> dict[str, Any]:
+    """Copies of a stage see different microbatches, so only statistics of whole batches are the same in all."""
+    return {"schedule": schedule, "deferred_batch_norm": len(schedule.placement.routes) > 1}
+
+
 def evaluate(context: RankContext, schedule: Schedule) -> list[tuple[Tensor | None, Any]]:
-    with Pipeline(Stages(Noisy), schedule=schedule, loss_fn=squared_error, transport=context.transport) as pipe:
+    with Pipeline(Stages(Noisy), loss_fn=squared_error, transport=context.transport, **options_of(schedule)) as pipe:
         results = []
         for step, (rows, num_microbatches) in enumerate(SIZES):
             x, y = make_batch(rows, step)
@@ -82,11 +87,11 @@ def train_between(context: RankContext, schedule: Schedule, evaluates: bool) -> 
 
     with Pipeline(
         Stages(Noisy),
-        schedule=schedule,
         loss_fn=squared_error,
         optimizer=momentum,
         transport=context.transport,
         share_loss=True,
+        **options_of(schedule),
     ) as pipe:
         traces: list[Tensor] = []
         evaluate()

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from exchange import count_frames, exchange, gather_much
+from exchange import begin_in_flight, count_frames, exchange, gather_much, interleave
 from launching import launch_on
 
 # Elements of eight bytes; the first receive of a channel is of 4096 bytes.
@@ -39,6 +39,16 @@ def test_gather_gives_every_rank_all_bytes_in_order() -> None:
     sizes = [0, 1, 10, 5000, 200_000, 0, 3]
     expected = [[bytes([rank]) * (size if rank % 2 else 2 * size) for rank in range(4)] for size in sizes]
     assert launch_on("gloo", gather_much, 4, (sizes,)) == [expected] * 4
+
+
+def test_two_transports_of_one_group_do_not_mix_their_messages() -> None:
+    """The larger message would abort the process if it met the other one's receive."""
+    assert launch_on("gloo", interleave, 2) == [[], [list(range(10_000)), list(range(3))]]
+
+
+def test_a_run_does_not_begin_while_another_is_in_flight() -> None:
+    _, told = launch_on("gloo", begin_in_flight, 2)
+    assert "another pipeline has microbatches in flight on this transport: call its flush() before" in told
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

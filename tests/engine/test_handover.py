@@ -69,7 +69,9 @@ def test_same_rank_hands_over_without_copying(schedule: Schedule) -> None:
     for stage in range(schedule.num_stages - 1):
         upper, lower = seen[stage], seen[stage + 1]
         activations = zip(sorted(addresses(upper.outputs)), sorted(addresses(lower.inputs)), strict=True)
-        gradients = zip(sorted(addresses(lower.input_gradients)), sorted(addresses(upper.output_gradients)), strict=True)
+        gradients = zip(
+            sorted(addresses(lower.input_gradients)), sorted(addresses(upper.output_gradients)), strict=True
+        )
         for theirs, ours in (*activations, *gradients):
             assert (theirs == ours) == (stage in together)
 

@@ -45,7 +45,9 @@ def calls_per_step(name: str, hook: Callable[[nn.Module, Counted], object]) -> l
     hook(modules[1], counted)
     schedule = "interleaved-zb" if name == "zb-h1" else "interleaved"
     calls = []
-    with Pipeline(modules, schedule=schedule, num_microbatches=MICROBATCHES, num_chunks=3, loss_fn=squared_error) as pipe:
+    with Pipeline(
+        modules, schedule=schedule, num_microbatches=MICROBATCHES, num_chunks=3, loss_fn=squared_error
+    ) as pipe:
         for step in range(3):
             pipe.forward_backward(*make_batch(9, step))
             calls.append(counted.calls)
@@ -91,7 +93,9 @@ def test_hooks_on_what_crosses_never_pile_up(name: str) -> None:
     calls: Counter[str] = Counter()
     schedule = "interleaved-zb" if name == "zb-h1" else "interleaved"
     modules = {stage: HooksItsTensors(calls) for stage in range(2)}
-    with Pipeline(modules, schedule=schedule, num_microbatches=MICROBATCHES, num_chunks=2, loss_fn=squared_error) as pipe:
+    with Pipeline(
+        modules, schedule=schedule, num_microbatches=MICROBATCHES, num_chunks=2, loss_fn=squared_error
+    ) as pipe:
         for step in range(3):
             pipe.forward_backward(*make_batch(9, step))
             assert calls == {"in": MICROBATCHES, "out": 2 * MICROBATCHES}

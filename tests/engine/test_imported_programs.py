@@ -1,4 +1,4 @@
-"""Programs that come from elsewhere run as ours do: torch's CSV files, our own written and read again, a user's schedule."""
+"""Programs from elsewhere run as ours do: torch's CSV files, our own written and read again, a user's schedule."""
 
 import sys
 from collections.abc import Iterator

@@ -72,9 +72,7 @@ def test_cut_along_another_dimension(dimension: int) -> None:
 
 
 def test_evaluation_takes_them_too() -> None:
-    with Pipeline(
-        Stages(Transposed), num_microbatches=2, loss_fn=squared_error, split_spec={"columns": 1}
-    ) as pipe:
+    with Pipeline(Stages(Transposed), num_microbatches=2, loss_fn=squared_error, split_spec={"columns": 1}) as pipe:
         x, y = make_batch(9, 0)
         expected = pipe.modules[0](x, **columns(0))
         for num_microbatches in (1, 2, 9):
@@ -87,10 +85,18 @@ def test_evaluation_takes_them_too() -> None:
 @pytest.mark.parametrize(
     ("value", "split_spec", "message"),
     [
-        (torch.ones(1, 6), {}, "mask is cut into 4 microbatches along dimension 0: its shape is (1, 6); say "
-         "split_spec={'mask': None} to give it to each microbatch whole"),
+        (
+            torch.ones(1, 6),
+            {},
+            "mask is cut into 4 microbatches along dimension 0: its shape is (1, 6); say "
+            "split_spec={'mask': None} to give it to each microbatch whole",
+        ),
         (torch.ones(()), {}, "mask is cut into 4 microbatches along dimension 0: its shape is ()"),
-        ({"a": [torch.ones(8), torch.ones(3)]}, {}, "mask is cut into 4 microbatches along dimension 0: its shape is (3,)"),
+        (
+            {"a": [torch.ones(8), torch.ones(3)]},
+            {},
+            "along dimension 0: its shape is (3,)",
+        ),
         (torch.ones(8), {"mask": 1}, "mask is cut into 4 microbatches along dimension 1: its shape is (8,)"),
         (torch.ones(8), {"musk": 0}, "split_spec names ['musk'], but the arguments are ['mask']"),
     ],

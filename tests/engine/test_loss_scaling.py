@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from meanings import ALL, ONE_COPY, Named, assert_close, gradients_of, make_batches, on_threads, together, under, weights_of
+from meanings import ALL, ONE_COPY, Named, assert_close, gradients_of, make_batches, on_threads, under, weights_of
 from plain import make_batch, make_stage, squared_error
 from torch import Tensor, nn
 
@@ -153,14 +153,14 @@ def build_steep(stage: int) -> nn.Module:
     generator = torch.Generator().manual_seed(stage)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.copy_(1.5 * torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(0.8 * torch.randn(parameter.shape, generator=generator))
     return module
 
 
 def single(step: int) -> tuple[Tensor, Tensor]:
     """Eight rows: four equal microbatches."""
     x, y = make_batch(8, step)
-    return x.float(), y.float()
+    return x.float(), 5 * y.float()
 
 
 @under(ONE_COPY)
@@ -216,7 +216,7 @@ def test_half_precision_gradients_cannot_be_unscaled() -> None:
 def test_a_scale_that_cannot_be_is_refused(loss_scale: Any) -> None:
     schedule = create("1f1b", num_ranks=2, num_microbatches=4)
     with pytest.raises(ValueError, match="loss_scale is a positive number or .dynamic.: got"):
-        launch_local(make_only, 2, backend="threads", args=(schedule, {"loss_scale": loss_scale, "build_stage": half}))
+        launch_local(make_only, 2, backend="threads", args=(schedule, {"loss_scale": loss_scale, "build_stage": make_stage}))
 
 
 def make_only(context: RankContext, schedule: Schedule, options: dict[str, Any]) -> None:

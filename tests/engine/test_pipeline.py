@@ -85,7 +85,10 @@ def test_a_trainer_may_clip_and_step_by_itself() -> None:
     ours, theirs = make_stage(0), make_stage(0)
     with Pipeline({0: ours}, schedule="zb-h1", num_microbatches=3, loss_fn=squared_error) as pipe:
         assert pipe.optimizer is None
-        for module, backward in ((ours, pipe.forward_backward), (theirs, lambda x, y: squared_error(theirs(x), y).backward())):
+        for module, backward in (
+            (ours, pipe.forward_backward),
+            (theirs, lambda x, y: squared_error(theirs(x), y).backward()),
+        ):
             optimizer = momentum(module.parameters())
             for step in range(3):
                 optimizer.zero_grad()
@@ -177,11 +180,31 @@ def test_uneven_rows_that_nobody_can_count_are_refused() -> None:
             "0B1",
         ),
         ({"build_stage": {1: make_stage(1)}}, ValueError, "this rank owns stage 0: the dict of modules has only [1]"),
-        ({"build_stage": lambda stage: "no module"}, TypeError, "a stage is an nn.Module: build_stage gave str for stage 0"),
-        ({"recompute": "half"}, ValueError, "recompute is 'off', 'full' or the number of last microbatches to keep: got"),
-        ({"recompute": -1}, ValueError, "recompute is 'off', 'full' or the number of last microbatches to keep: got -1"),
-        ({"recompute": True}, ValueError, "recompute is 'off', 'full' or the number of last microbatches to keep: got True"),
-        ({"recompute": {0: "all"}}, ValueError, "recompute is 'off', 'full' or the number of last microbatches to keep"),
+        (
+            {"build_stage": lambda stage: "no module"},
+            TypeError,
+            "build_stage gave str for stage 0",
+        ),
+        (
+            {"recompute": "half"},
+            ValueError,
+            "or the number of last microbatches to keep: got 'half'",
+        ),
+        (
+            {"recompute": -1},
+            ValueError,
+            "or the number of last microbatches to keep: got -1",
+        ),
+        (
+            {"recompute": True},
+            ValueError,
+            "or the number of last microbatches to keep: got True",
+        ),
+        (
+            {"recompute": {0: "all"}},
+            ValueError,
+            "or the number of last microbatches to keep: got 'all'",
+        ),
     ],
 )
 def test_arguments_that_cannot_be(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -194,7 +217,12 @@ def test_arguments_that_cannot_be(arguments: dict[str, Any], error: type[Excepti
     ("x", "y", "error", "message"),
     [
         (None, torch.ones(3, 6), ValueError, "rank 0 owns the first stage, so it needs the batch's input x: got None"),
-        (torch.ones(2, 6), torch.ones(3, 6), ValueError, "x has 2 rows for 3 microbatches; give a larger batch or fewer"),
+        (
+            torch.ones(2, 6),
+            torch.ones(3, 6),
+            ValueError,
+            "x has 2 rows for 3 microbatches; give a larger batch",
+        ),
         (torch.ones(3, 6), torch.ones(2, 6), ValueError, "y has 2 rows for 3 microbatches"),
         ("text", torch.ones(3, 6), TypeError, "x is made of tensors, tuples, lists, dicts and None: it holds a str"),
     ],

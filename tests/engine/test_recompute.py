@@ -59,7 +59,9 @@ class Counting(nn.Module):
         return y
 
 
-@pytest.mark.parametrize(("recompute", "times"), [("off", [1] * 4), ("full", [2] * 4), (1, [2, 2, 2, 1]), (3, [2, 1, 1, 1])])
+@pytest.mark.parametrize(
+    ("recompute", "times"), [("off", [1] * 4), ("full", [2] * 4), (1, [2, 2, 2, 1]), (3, [2, 1, 1, 1])]
+)
 @pytest.mark.parametrize("name", ["interleaved", "interleaved-zb"])
 def test_each_body_runs_exactly_twice(name: str, recompute: Any, times: list[int]) -> None:
     """And with k kept, the last k microbatches of the batch once."""

@@ -45,7 +45,10 @@ REFUSED = [
     ({(1, 2): ONE}, "output['aux'][1][0] of stage 1 has the key (1, 2), a tuple"),
     ({True: ONE}, "output['aux'][1][0] of stage 1 has the key True, a bool"),
     (ONE.to_sparse(), "output['aux'][1][0] of stage 1 is a tensor of torch.sparse_coo, torch.float32"),
-    (ONE.to(torch.float8_e5m2fnuz), "output['aux'][1][0] of stage 1 is a tensor of torch.strided, torch.float8_e5m2fnuz"),
+    (
+        ONE.to(torch.float8_e5m2fnuz),
+        "output['aux'][1][0] of stage 1 is a tensor of torch.strided, torch.float8_e5m2fnuz",
+    ),
     ([ONE, ONE.as_subclass(Labelled)], "output['aux'][1][0][1] of stage 1 is a Labelled"),
 ]
 

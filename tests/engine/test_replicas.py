@@ -37,7 +37,9 @@ def train(context: RankContext, name: str, num_microbatches: int, optimizer: str
         for step in range(4):
             pipe.train_step(*make_batch(2 * num_microbatches + 1, step))
         pipe.forward_backward(*make_batch(2 * num_microbatches + 1, 9))
-        weights = {stage: {k: v.detach() for k, v in module.named_parameters()} for stage, module in pipe.modules.items()}
+        weights = {
+            stage: {k: v.detach() for k, v in module.named_parameters()} for stage, module in pipe.modules.items()
+        }
         gradients = {
             stage: {name: parameter.grad for name, parameter in module.named_parameters()}
             for stage, module in pipe.modules.items()

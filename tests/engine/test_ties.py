@@ -178,7 +178,7 @@ class Narrow(Build):
     [
         (Build(2), [["embedding.weight", "heads.weight"]], "no stage has a parameter 'heads.weight'"),
         (Build(2), [["stage1.embedding.weight", "head.weight"]], "no stage has a parameter 'stage1.embedding.weight'"),
-        (Build(2), [*TIED, ["head.weight"]], "'head.weight' is there more than once"),
+        (Build(2), [*TIED, ["head.weight"]], "'head.weight' is there twice"),
         (
             Narrow(2),
             TIED,

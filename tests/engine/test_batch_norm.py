@@ -1,0 +1,240 @@
+"""Batch norms: running statistics microbatch by microbatch, or deferred to those of the whole batch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from meanings import ALL, ONE_COPY, Named, assert_close, make_batches, on_threads, together, under, weights_of
+from plain import make_batch, momentum, squared_error
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stagewright.engine import Pipeline, RankContext
+from stagewright.schedules import Schedule, create
+
+BATCHES = make_batches(3)
+MICROBATCHES = 4
+# Momentum of the batch norms, and which microbatches are computed again.
+WAYS = [(0.1, "off"), (None, "full"), (0.3, 1)]
+
+
+class Norms(nn.Module):
+    """A stage with two batch norms, one of them over three dimensions; and one in evaluation mode, which never learns.
+
+    Args:
+        stage: whose numbers it has.
+        factor: the momentum of its batch norms.
+    """
+
+    def __init__(self, stage: int, factor: float | None) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(stage)
+        self.linear = nn.Linear(6, 6)
+        self.flat = nn.BatchNorm1d(6, momentum=factor)
+        self.long = nn.BatchNorm1d(3, momentum=factor)
+        self.still = nn.BatchNorm1d(6)
+        self.double()
+        with torch.no_grad():
+            for tensor in (*self.parameters(), self.still.running_mean):
+                tensor.copy_(0.5 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
+        self.still.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.flat(self.linear(x))
+        x = x + self.long(input=x.reshape(-1, 3, 2)).reshape(-1, 6).tanh()
+        return x + self.still(x)
+
+
+class Build:
+    """stage -> module."""
+
+    def __init__(self, factor: float | None) -> None:
+        self._factor = factor
+
+    def __call__(self, stage: int) -> nn.Module:
+        return Norms(stage, self._factor)
+
+
+def buffers_of(modules: Any) -> Named:
+    """Copies of all that norms remember."""
+    return {
+        (stage, name): buffer.detach().clone()
+        for stage, module in modules.items()
+        for name, buffer in module.named_buffers()
+    }
+
+
+def train(context: RankContext, schedule: Schedule, build: Build, options: dict[str, Any]) -> list[Named]:
+    """Buffers and weights after an update with each batch, and the buffers after evaluations and one more batch."""
+    torch.set_num_threads(1)
+    transport = context.transport
+    with Pipeline(
+        build, schedule=schedule, loss_fn=squared_error, optimizer=momentum, transport=transport, **options
+    ) as pipe:
+        pipe.eval_step(*make_batch(5, 9), num_microbatches=2)
+        for batch in BATCHES:
+            pipe.train_step(*batch)
+        after = buffers_of(pipe.modules)
+        pipe.eval_step(*make_batch(7, 9), num_microbatches=3)
+        pipe.predict(BATCHES[0][0])
+        assert together([after, buffers_of(pipe.modules)])
+        pipe.forward_backward(*BATCHES[0])
+        return [after, weights_of(pipe.modules), buffers_of(pipe.modules)]
+
+
+def train_plainly(num_stages: int, factor: float | None, *, deferred: bool) -> list[Named]:
+    """A loop over microbatches; deferred, torch's own batch norm then sees all rows of the batch at once."""
+    modules = {stage: Norms(stage, factor) for stage in range(num_stages)}
+    model = nn.Sequential(*modules.values())
+    optimizer = momentum(model.parameters())
+    learning = [norm for module in modules.values() for norm in (module.flat, module.long)]
+    seen = [Seen(norm, deferred=deferred) for norm in learning]
+    results: list[Named] = []
+    for step, (x, y) in enumerate([*BATCHES, BATCHES[0]]):
+        optimizer.zero_grad()
+        for part, target in zip(x.tensor_split(MICROBATCHES), y.tensor_split(MICROBATCHES)):
+            (squared_error(model(part), target) * len(part) / len(x)).backward()
+        for norm in seen:
+            norm.end_batch()
+        if step < len(BATCHES):
+            optimizer.step()
+        if step >= len(BATCHES) - 1:
+            results += [buffers_of(modules), weights_of(modules)]
+    return results[:3]
+
+
+class Seen:
+    """What a batch norm of the plain loop has seen of a batch."""
+
+    def __init__(self, norm: nn.BatchNorm1d, *, deferred: bool) -> None:
+        self._norm = norm
+        self._inputs: list[Tensor] = []
+        self._deferred = deferred
+        if deferred:
+            norm.register_forward_pre_hook(self._note, with_kwargs=True)
+            norm.track_running_stats = False
+
+    def _note(self, norm: nn.Module, args: Sequence[Tensor], kwargs: dict[str, Tensor]) -> None:
+        self._inputs.append((args or tuple(kwargs.values()))[0].detach())
+
+    def end_batch(self) -> None:
+        if self._deferred:
+            norm = self._norm
+            norm.num_batches_tracked += 1
+            factor = 1 / norm.num_batches_tracked.item() if norm.momentum is None else norm.momentum
+            whole = torch.cat(self._inputs)
+            functional.batch_norm(whole, norm.running_mean, norm.running_var, training=True, momentum=factor)
+            self._inputs.clear()
+
+
+@under(ONE_COPY)
+@pytest.mark.parametrize(("factor", "recompute"), WAYS)
+def test_every_microbatch_is_a_batch_to_a_batch_norm(schedule: Schedule, factor: float | None, recompute: Any) -> None:
+    """In order, and once, also where it is computed twice; evaluation reads and does not write."""
+    results = on_threads(train, schedule, Build(factor), {"recompute": recompute})
+    for own, plain in zip(zip(*results), train_plainly(schedule.num_stages, factor, deferred=False)):
+        assert_close(own, plain)
+
+
+@under(ALL)
+@pytest.mark.parametrize(("factor", "recompute"), WAYS)
+def test_deferred_statistics_are_those_of_the_whole_batch(
+    schedule: Schedule, factor: float | None, recompute: Any
+) -> None:
+    """Mean, unbiased variance, momentum and the number of batches as torch has them; copies see both directions."""
+    options = {"recompute": recompute, "deferred_batch_norm": True}
+    results = on_threads(train, schedule, Build(factor), options)
+    plain = train_plainly(schedule.num_stages, factor, deferred=True)
+    for own, expected in zip(zip(*results), plain):
+        assert_close(own, expected)
+    assert plain[0][0, "flat.num_batches_tracked"] == len(BATCHES)
+
+
+def step_once(context: RankContext, schedule: Schedule) -> tuple[Named, dict[int, nn.Module]]:
+    options = {"loss_fn": squared_error, "transport": context.transport, "deferred_batch_norm": True}
+    with Pipeline(Build(0.1), schedule=schedule, **options) as pipe:
+        pipe.forward_backward(*BATCHES[0])
+        return buffers_of(pipe.modules), pipe.modules
+
+
+def test_the_first_batch_norm_remembers_what_it_would_without_microbatches() -> None:
+    """What it sees does not depend on how the batch is cut. And once the batch is through, it is a plain one again."""
+    schedule = create("1f1b", num_ranks=2, num_microbatches=4)
+    buffers, modules = on_threads(step_once, schedule)[0]
+    norms = Norms(0, 0.1)
+    for remembered in (buffers, None):
+        norms(BATCHES[0][0])
+        if remembered is None:
+            modules[0](BATCHES[0][0])
+            remembered = buffers_of(modules)
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            plain = getattr(norms.flat, name)
+            torch.testing.assert_close(remembered[0, f"flat.{name}"], plain, rtol=1e-12, atol=1e-12)
+
+
+class Failing(Norms):
+    """Fails with the third microbatch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            raise RuntimeError("a row alone")
+        return super().forward(x)
+
+
+def fail_once(context: RankContext, schedule: Schedule) -> list[Named]:
+    options = {"loss_fn": squared_error, "transport": context.transport, "deferred_batch_norm": True}
+    with Pipeline({0: Failing(0, 0.1)}, schedule=schedule, **options) as pipe:
+        before = buffers_of(pipe.modules)
+        with pytest.raises(RuntimeError, match="a row alone"):
+            pipe.forward_backward(*make_batch(5, 1))
+        between = buffers_of(pipe.modules)
+        pipe.forward_backward(*make_batch(6, 0))
+        return [before, between, buffers_of(pipe.modules)]
+
+
+def test_of_a_batch_that_fails_nothing_is_remembered() -> None:
+    schedule = create("none", num_ranks=1, num_microbatches=3)
+    ((before, between, after),) = on_threads(fail_once, schedule)
+    assert together([before, between])
+    seen = Norms(0, 0.1).linear(make_batch(6, 0)[0]).detach()  # by the first batch norm
+    torch.testing.assert_close(after[0, "flat.running_mean"], 0.1 * seen.mean(0), rtol=1e-12, atol=1e-12)
+    assert after[0, "flat.num_batches_tracked"] == 1
+
+
+def build_compiled(stage: int) -> nn.Module:
+    return torch.compile(Norms(stage, 0.1))
+
+
+def build_instance_norm(stage: int) -> nn.Module:
+    return nn.InstanceNorm1d(3, track_running_stats=True)
+
+
+def build_forgetful(stage: int) -> nn.Module:
+    return nn.BatchNorm1d(6, track_running_stats=False)
+
+
+def build_only(context: RankContext, schedule: Schedule, build: Any, deferred: bool) -> None:
+    Pipeline(build, schedule=schedule, transport=context.transport, deferred_batch_norm=deferred).close()
+
+
+@pytest.mark.parametrize(
+    ("name", "build", "deferred", "message"),
+    [
+        ("dualpipe", Build(0.1), False, "statistics of flat would drift apart; give deferred_batch_norm=True, or"),
+        ("chimera", build_instance_norm, True, "would drift apart; give track_running_stats=False, or take a schedule"),
+        ("1f1b", build_compiled, True, "stage 0 is compiled, so nobody can look into its batch norms: leave"),
+    ],
+)
+def test_what_would_remember_something_wrong_is_refused(name: str, build: Any, deferred: bool, message: str) -> None:
+    schedule = create(name, num_ranks=2, num_microbatches=4)
+    with pytest.raises(ValueError, match=message):
+        on_threads(build_only, schedule, build, deferred)
+
+
+@pytest.mark.parametrize(
+    ("name", "build", "deferred"),
+    [("dualpipe", build_forgetful, False), ("dualpipe", Build(0.1), True), ("1f1b", build_compiled, False)],
+)
+def test_what_remembers_nothing_or_the_right_thing_is_not(name: str, build: Any, deferred: bool) -> None:
+    on_threads(build_only, create(name, num_ranks=2, num_microbatches=4), build, deferred)
