@@ -69,13 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missed = False
     for case in _cases(parsed.forward, parsed.backward):
         periods = measure(case, parsed.batches, parsed.rounds)
-        table.add_row(*_cells(case, periods))
+        table.add_row(*cells_of(case, periods))
         missed |= case.barred and gain(periods) < LEAST_SHARE * case.ideal
+    console.width = max(console.width, 100)
     console.print(table)
     console.print(
-        f"median [least .. most] over {parsed.rounds} rounds of {parsed.batches} batches each, by turns. bar: sleeping "
+        f"median (least .. most) over {parsed.rounds} rounds of {parsed.batches} batches each, by turns. bar: sleeping "
         f"stages reach {LEAST_SHARE:.0%} of the ideal gain (M+P-1)/M (! where not). Working stages need a processor "
-        "each that nobody else uses.",
+        "each, which nobody else uses.",
         style="dim",
         highlight=False,
     )
@@ -86,16 +87,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m stagewright.bench.asynchronous", description=__doc__)
     parser.add_argument("--forward", type=float, default=10.0, metavar="MS", help="a forward's sleep (default 10 ms)")
     parser.add_argument("--backward", type=float, default=20.0, metavar="MS", help="a backward's sleep (default 20 ms)")
-    parser.add_argument("--batches", type=int, default=20, metavar="N", help="counted in each run (default 20)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="runs of either schedule (default 5)")
+    parser.add_argument("--batches", type=int, default=10, metavar="N", help="counted in each run (default 10)")
+    parser.add_argument("--rounds", type=int, default=8, metavar="N", help="runs of either schedule (default 8)")
     return parser
 
 
 def _cases(forward: float, backward: float) -> list[Case]:
-    sleep = partial(_sleep_stage, forward / 1e3, backward / 1e3)
+    sleep = partial(sleep_stage, forward / 1e3, backward / 1e3)
     return [
         *(Case("sleep", 4, count, sleep, rows=count, width=8, barred=True) for count in (4, 8)),
-        *(Case("work", 2, count, _work_stage, rows=64 * count, width=512, barred=False) for count in (4, 8)),
+        *(Case("work", 2, count, work_stage, rows=64 * count, width=512, barred=False) for count in (4, 8)),
     ]
 
 
@@ -119,7 +120,7 @@ def gain(periods: Periods) -> float:
 
 
 def _train(context: RankContext, case: Case, num_batches: int, num_rounds: int) -> dict[str, list[list[float]]]:
-    """One rank: by schedule and round, when it was through with the last batch that is dropped, and with those after."""
+    """One rank: by schedule and round, when it was through with the last dropped batch, and with each after it."""
     torch.set_num_threads(1)
     pipes = {schedule: _pipeline(context, case, schedule) for schedule in SCHEDULES}
     x, y = torch.randn(case.rows, case.width), torch.randn(case.rows, case.width)
@@ -150,11 +151,13 @@ def _squared_error(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).mean()
 
 
-def _sleep_stage(forward: float, backward: float, stage: int) -> nn.Module:
+def sleep_stage(forward: float, backward: float, stage: int) -> nn.Module:
+    """A stage that takes so many seconds, asleep."""
     return SleepStage(forward, backward)
 
 
-def _work_stage(stage: int) -> nn.Module:
+def work_stage(stage: int) -> nn.Module:
+    """A stage that takes some milliseconds of a processor."""
     return WorkStage(num_layers=8, width=512)
 
 
@@ -166,7 +169,8 @@ def _table() -> Table:
     return table
 
 
-def _cells(case: Case, periods: Periods) -> list[str | Text]:
+def cells_of(case: Case, periods: Periods) -> list[str | Text]:
+    """A line of the table."""
     share = gain(periods) / case.ideal
     holds = not case.barred or share >= LEAST_SHARE
     return [
@@ -182,7 +186,7 @@ def _cells(case: Case, periods: Periods) -> list[str | Text]:
 
 def _spread(seconds: Sequence[float]) -> str:
     least, most = min(seconds), max(seconds)
-    return f"{1e3 * median(seconds):.1f} [{1e3 * least:.1f} .. {1e3 * most:.1f}]"
+    return f"{1e3 * median(seconds):.1f} ({1e3 * least:.1f} .. {1e3 * most:.1f})"
 
 
 if __name__ == "__main__":

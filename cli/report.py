@@ -159,23 +159,32 @@ def closing_table(settings: TrainSettings, result: TrainResult) -> Table:
     """Tabulate what the run achieved, with the unit of every figure."""
     schedule, bubble = settings.schedule, result.bubble
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_row("schedule", schedule.name, f"{schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches")
+    shape = f"{counted(schedule.num_ranks, 'rank')}, {counted(schedule.num_microbatches, 'microbatch')}"
+    table.add_row("schedule", schedule.name, shape)
     table.add_row("training loss, first step", f"{result.first_loss:.4f}", "nats per byte")
     table.add_row("training loss, last step", f"{result.last_loss:.4f}", "nats per byte")
     table.add_row("validation loss", f"{result.validation_bits:.4f}", "bits per byte")
     table.add_row("weights validated", f"version {result.version}", which_version(schedule))
     table.add_row("unigram byte model", f"{result.unigram_bits:.4f}", "bits per byte, on the same files")
     if result.loss_scale is not None:
-        table.add_row(
-            "loss scale", f"{result.loss_scale:.0f}", "at the end; an overflow halves it, and skips the update"
-        )
+        table.add_row("loss scale", f"{result.loss_scale:.0f}", "at the end; halved by every overflow")
     table.add_row("speed", f"{result.tokens_per_second:.0f}", "tokens/s")
     table.add_row("bubble fraction", "", bubble.denominator)
     if bubble.formula is not None:
-        table.add_row("bubble, formula", f"{bubble.formula:.4f}", f"idle = {bubble.formula_text}")
-    table.add_row("bubble, simulated", f"{bubble.simulated:.4f}", "from the measured mean durations")
-    table.add_row("bubble, measured", f"{bubble.measured:.4f}", "median of the last steps")
+        table.add_row("bubble, formula", share(bubble.formula), f"idle = {bubble.formula_text}")
+    table.add_row("bubble, simulated", share(bubble.simulated), "from the measured mean durations")
+    table.add_row("bubble, measured", share(bubble.measured), "median of the last steps")
     return table
+
+
+def share(fraction: float) -> str:
+    """A fraction to four digits; what rounding has left a hair below nothing is nothing."""
+    return f"{round(fraction, 4) + 0.0:.4f}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: 1 batch, 2 batches."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def which_version(schedule: Schedule) -> str:
@@ -183,7 +192,7 @@ def which_version(schedule: Schedule) -> str:
     if schedule.synchronous:
         return "the newest"
     staleness = schedule.update_rule.max_staleness
-    return f"newest; gradients up to {staleness} update{'s' * (staleness != 1)} old"
+    return f"newest; gradients up to {counted(staleness, 'update')} old"
 
 
 def print_result(settings: TrainSettings, result: TrainResult, console: Console) -> None:

@@ -7,7 +7,7 @@ from rich.console import Console
 from stagewright.cli.batches import Batches
 from stagewright.cli.corpus import Corpus, load_corpus
 from stagewright.cli.metrics import TrainResult
-from stagewright.cli.report import Silence, open_metrics, open_report, print_result
+from stagewright.cli.report import Silence, counted, open_metrics, open_report, print_result
 from stagewright.cli.settings import TrainSettings
 from stagewright.cli.torchrun import torchrun_num_ranks, torchrun_rank
 from stagewright.cli.trainer import gpt_config, train
@@ -101,8 +101,9 @@ def introduce(settings: TrainSettings, corpus: Corpus, console: Console) -> None
     accumulated = "" if settings.accumulate == 1 else f", {settings.accumulate} batches an update"
     console.print(
         f"{schedule.name}: {schedule.summary}\n"
-        f"{schedule.num_ranks} ranks, {schedule.num_stages} stages; batches of {settings.batch_size} sequences of "
-        f"{settings.sequence} bytes in {schedule.num_microbatches} microbatches{accumulated}\n{corpus.description}",
+        f"{counted(schedule.num_ranks, 'rank')}, {counted(schedule.num_stages, 'stage')}; batches of "
+        f"{counted(settings.batch_size, 'sequence')} of {settings.sequence} bytes in "
+        f"{counted(schedule.num_microbatches, 'microbatch')}{accumulated}\n{corpus.description}",
         highlight=False,
         soft_wrap=True,
     )

@@ -72,6 +72,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(arguments: argparse.Namespace) -> int:
     """Prove the program in a file: 0 with a summary, 1 with the reason, 2 where it cannot be read."""
+    name = "standard input" if arguments.file == "-" else arguments.file
     try:
         text = read(arguments.file)
     except (OSError, ValueError) as error:
@@ -80,9 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         program = program_of(text, arguments)
         verify(program, arguments.semantics)
-        sys.stdout.write(summary(program, arguments.file, arguments.semantics))
+        sys.stdout.write(summary(program, name, arguments.semantics))
     except ScheduleError as error:
-        sys.stderr.write(f"{arguments.file}: {error}\n")
+        sys.stderr.write(f"{name}: {error}\n")
         return EXIT_ILLEGAL
     return 0
 

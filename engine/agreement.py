@@ -74,8 +74,8 @@ class Agreement:
             return None
         of_ranks = {self.rank: self._told}
         for other, receipt in zip(self._others, self._receipts):
-            *numbers, counts, overflow, loss_scale = receipt.wait().tensors[0].tolist()
-            of_ranks[other] = Scalars(*numbers, bool(counts), bool(overflow), loss_scale)
+            count, earlier, mixed, new, counts, overflow, scale = receipt.wait().tensors[0].tolist()
+            of_ranks[other] = Scalars(count, earlier, mixed, new, bool(counts), bool(overflow), scale)
         self._told = None
         in_order = [of_ranks[rank] for rank in sorted(of_ranks)]
         return Scalars(

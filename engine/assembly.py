@@ -9,6 +9,7 @@ from torch import nn
 
 from stagewright.engine.agreement import Agreement, LossScale
 from stagewright.engine.batchnorm import DeferredBatchNorms, check_norms
+from stagewright.engine.extrapolated import ExtrapolatedWeights
 from stagewright.engine.gradients import Gradients
 from stagewright.engine.optimizers import OptimizerFactory
 from stagewright.engine.plan import Recompute, kept_microbatches, splits_backward
@@ -130,7 +131,9 @@ def assemble(build_stage: BuildStage, program: Program, transport: Transport, op
 def _weights(module: nn.Module, num_versions: int, options: Options, remedies: Remedies) -> StageWeights:
     if num_versions == 1:
         return SingleWeights(module, master=options.master_weights)
-    return VersionedWeights(module, num_versions, master=options.master_weights, extrapolation=remedies.extrapolation)
+    if remedies.extrapolation is not None:
+        return ExtrapolatedWeights(module, num_versions, remedies.extrapolation, master=options.master_weights)
+    return VersionedWeights(module, num_versions, master=options.master_weights)
 
 
 def _check_unscaling(trained: Mapping[int, Mapping[str, nn.Parameter]]) -> None:

@@ -128,7 +128,7 @@ class _Deferred:
         x = x if x.dtype == torch.float64 else x.float()
         others = [dimension for dimension in range(x.ndim) if dimension != 1]
         variance, mean = torch.var_mean(x, others, correction=0)
-        count = torch.tensor(x.numel() // x.shape[1], dtype=x.dtype, device=x.device)
+        count = mean.new_full((), x.numel() // x.shape[1])
         self.add((count, mean, variance * count))
 
     @torch.no_grad()

@@ -6,7 +6,8 @@ gradient; ``Deferred.finish`` makes the weight gradients of them. Nothing else o
 gradient, and no forward runs twice. What is in no table, or has hooks on its weight, gets its weight gradient at once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MappingProxyType
 from typing import Any, Final
@@ -76,6 +77,15 @@ class Deferred:
     def __exit__(self, *_: object) -> None:
         self._collecting = False
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While a forward is computed again inside the backward: gradients that it takes are its own affair."""
+        before, self._collecting = self._collecting, False
+        try:
+            yield
+        finally:
+            self._collecting = before
+
     @torch.no_grad()
     def finish(self) -> None:
         """Make all weight gradients, in the order in which backward reached them."""
@@ -135,6 +145,7 @@ def _can_defer(x: Any, weight: Any, bias: Any) -> bool:
 def _is_plain(weight: Any) -> bool:
     return (
         type(weight) is nn.Parameter
+        and weight.dtype.is_floating_point  # not complex: the table knows no conjugates
         and not weight._backward_hooks
         and not getattr(weight, "_post_accumulate_grad_hooks", None)
     )

@@ -136,7 +136,7 @@ class Executor:
             case ins.ReduceTied(stage):
                 return partial(self._updater.reduce_tied, stage)
             case ins.SyncScalars():
-                return self._tell_scalars
+                return self._updater.tell
             case ins.Step(_, version):
                 return partial(self._step, version)
             case ins.Unshard() | ins.Reshard():
@@ -161,7 +161,8 @@ class Executor:
             else:
                 with stage.autocasting():
                     loss, gradient = run.loss.of(of_batch, output)
-                stage.end_with(microbatch, loss, gradient * self._updater.scale)
+                scale = self._updater.scale_of(self._update_of(microbatch), run.loss) if run.train else 1.0
+                stage.end_with(microbatch, loss, gradient * scale)
 
     def _backward(self, stage: Stage, microbatch: int, version: int) -> None:
         """dx, dw = gradients at dy; weights.grad += dw."""
@@ -192,11 +193,6 @@ class Executor:
         backward()
         self._started = started
 
-    def _tell_scalars(self) -> None:
-        """Tell all ranks what they must know of this one's gradients and losses."""
-        loss = self._run.loss
-        self._updater.tell(None if loss is None else loss.means())
-
     def _step(self, version: int) -> None:
         """weights[version] = optimizer(weights[version - 1], weights.grad)."""
         version += self._run.later_versions
@@ -207,8 +203,10 @@ class Executor:
 
     def _numbers(self, microbatch: int, version: int) -> tuple[int, int]:
         """The weight version of a backward, and the update that its weight gradients go into."""
-        update = microbatch // self.program.updates.microbatches_per_update + 1
-        return version + self._run.later_versions, update
+        return version + self._run.later_versions, self._update_of(microbatch)
+
+    def _update_of(self, microbatch: int) -> int:
+        return microbatch // self.program.updates.microbatches_per_update + 1
 
     def _gradients_for(self, stage: Stage, microbatch: int) -> Gradients | None:
         """dy, once it has arrived; None on the last stage, which starts from its loss."""

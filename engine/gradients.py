@@ -115,9 +115,11 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     """The sum over all elements of two gradients, which are dense or sparse each."""
     if left is right:
         elements = left.coalesce().values() if left.is_sparse else left
-        return torch.linalg.vector_norm(elements, dtype=_double(elements)).double() ** 2
+        norm: Tensor = torch.linalg.vector_norm(elements, dtype=_double(elements))
+        return norm.double().square()
     left, right = (gradient.to_dense() if gradient.is_sparse else gradient for gradient in (left, right))
-    return torch.vdot(left.reshape(-1).to(_double(left)), right.reshape(-1).to(_double(right))).real
+    product: Tensor = torch.vdot(left.reshape(-1).to(_double(left)), right.reshape(-1).to(_double(right))).real
+    return product
 
 
 def _double(tensor: Tensor) -> torch.dtype:

@@ -183,7 +183,10 @@ def _weighted(metric: Tensor | float, weight: Tensor | float) -> Tensor:
     """A metric as often as it counts; a mean over nothing may be anything, also no number, and counts 0."""
     if not isinstance(metric, Tensor):
         metric = torch.tensor(metric, dtype=torch.float64)
-    return torch.where(torch.as_tensor(weight, device=metric.device) == 0, 0.0, metric.detach() * weight)
+    weighted = metric.detach() * weight
+    if isinstance(weight, Tensor):
+        return torch.where(weight.to(metric.device) == 0, 0.0, weighted)
+    return weighted if weight else torch.zeros_like(weighted)
 
 
 def _kind(value: Any) -> str:

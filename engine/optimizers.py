@@ -1,10 +1,11 @@
 """Optimizers: one of the user's for all the parameters of a rank."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stagewright.engine.weights import StageWeights
@@ -41,28 +42,48 @@ def make_optimizer(factory: OptimizerFactory | None, named: Sequence[tuple[str, 
     return optimizer
 
 
-class Planned:
-    """Context: an optimizer has the settings that were noted for an update, and afterwards its own again.
+class Plans:
+    """The settings of an optimizer, such as learning rates, as they were when the batch of an update was given.
+
+    Settings that the optimizer changes itself, as some count their steps among them, are left to it.
 
     Args:
         optimizer: whose.
-        settings: one dict a parameter group; None leaves all as it is.
     """
 
-    def __init__(self, optimizer: Optimizer, settings: Sequence[Mapping[str, Any]] | None) -> None:
-        self._groups = optimizer.param_groups
-        self._settings = settings
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._noted: dict[int, list[dict[str, Any]]] = {}
+        self._own: set[str] = {"params"}
 
-    def __enter__(self) -> None:
-        if self._settings is not None:
-            own = [{key: group[key] for key in planned} for group, planned in zip(self._groups, self._settings)]
-            self._apply(self._settings)
-            self._settings = own
+    def note(self, updates: Iterable[int]) -> None:
+        """Note the settings of now for updates that are made later."""
+        settings = [
+            {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+            for group in self._optimizer.param_groups
+        ]
+        self._noted.update(dict.fromkeys(updates, settings))
 
-    def __exit__(self, *_: object) -> None:
-        if self._settings is not None:
-            self._apply(self._settings)
+    def clear(self) -> None:
+        """Forget what was noted."""
+        self._noted.clear()
 
-    def _apply(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        for group, planned in zip(self._groups, settings):
-            group.update(planned)
+    @contextmanager
+    def of(self, update: int) -> Iterator[None]:
+        """Context: the optimizer has the settings of an update, and afterwards those that it had before."""
+        groups = self._optimizer.param_groups
+        before = [dict(group) for group in groups]
+        for group, noted in zip(groups, self._noted.pop(update, [])):
+            group.update({key: value for key, value in noted.items() if key in group and key not in self._own})
+        planned = [dict(group) for group in groups]
+        try:
+            yield
+        finally:
+            for group, during, earlier in zip(groups, planned, before):
+                self._own.update(key for key, value in during.items() if not _is_same(group.get(key), value))
+                group.update({key: value for key, value in earlier.items() if key not in self._own})
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether a setting was left alone."""
+    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other))

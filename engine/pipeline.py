@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stagewright.engine.assembly import BuildStage, Options, assemble
-from stagewright.engine.batch import join, split, split_keywords
+from stagewright.engine.batch import join
 from stagewright.engine.context import default_transport
-from stagewright.engine.executor import Executor
+from stagewright.engine.evaluation import Evaluation
+from stagewright.engine.feed import Feed
 from stagewright.engine.loss import BatchLoss, LossFunction, Means, together
 from stagewright.engine.optimizers import OptimizerFactory, named_weights
 from stagewright.engine.plan import Recompute, plan_of, windows_of
@@ -23,7 +24,6 @@ from stagewright.engine.value import Value
 from stagewright.engine.weights import load_masters
 from stagewright.engine.windowed import WindowedTraining
 from stagewright.schedules import Program, Schedule, Timeline
-from stagewright.schedules.variants import forward_only
 
 
 class Pipeline:
@@ -35,9 +35,10 @@ class Pipeline:
         build_stage: stage index -> module, called for the stages of this rank alone; or a dict with those stages.
         schedule: a name with ``num_microbatches`` and the schedule's options by keyword, a Schedule, or a Program.
         num_microbatches: microbatches of one batch.
-        loss_fn: (output of the last stage, target) -> mean over the rows of a microbatch.
-        optimizer: (name, parameter) pairs -> optimizer, for the parameters of this rank; None where the trainer
-            steps by itself after ``forward_backward``.
+        loss_fn: (output of the last stage, target) -> mean over the rows of a microbatch; or (sum, count), such as of
+            tokens. A dict of metrics may come behind either: their means over the batch are then in ``metrics``.
+        optimizer: (name, parameter) pairs -> optimizer, for the parameters of this rank that are trained when this is
+            built, and called only if there are any; None where the trainer steps by itself after ``forward_backward``.
         transport: connects the ranks; by default the default group of torch.distributed.
         seed: from which the random numbers of the stages (dropout) follow.
         share_loss: give the loss to every rank, not only to where the last stage lives.
@@ -47,15 +48,18 @@ class Pipeline:
         dynamic_shapes: on NCCL, tensors that cross ranks may change their shapes from step to step (elsewhere they
             always may); each message then announces its layout from host to host.
         tied: groups of parameter names, each group one weight, such as ``[["embedding.weight", "head.weight"]]``; on
-            whatever stages they are, gradients are summed and the copies stay equal.
+            whatever stages they are, gradients are summed and the copies stay equal, as long as the optimizer treats
+            them alike. ``"stage2.weight"`` is the parameter ``weight`` of stage 2 alone.
         max_norm: clip the gradients of all stages together to this norm; ``grad_norm`` reports what it was.
         autocast: dtype in which stages and loss compute what can be computed in low precision.
-        master_weights: keep fp32 copies of fp16 and bf16 parameters for the optimizer, and add gradients up in fp32.
+        master_weights: keep fp32 copies of fp16 and bf16 parameters for the optimizer, and add gradients up in fp32;
+            these copies, with their ``.grad``, are then what ``named_parameters`` gives.
         loss_scale: multiply losses by this before the backward, or ``"dynamic"``: by a factor that halves on every
             rank when a gradient overflows anywhere, in which case the update is skipped.
         loss_counts: an asynchronous schedule must know beforehand that the loss comes as (sum, count).
         deferred_batch_norm: update the running statistics of batch norms once a batch, with the mean and variance of
-            all its rows, and not with each microbatch. Either way a microbatch is normalised by its own statistics.
+            all its rows, and not with each microbatch in turn. Either way a batch norm normalises each microbatch by
+            the microbatch's own mean and variance.
         staleness: remedies for gradients of old weights, such as ``ErrorFeedback()`` (see ``engine.staleness``); where
             a schedule has no such gradients they change nothing.
         options: of the schedule.
@@ -95,9 +99,7 @@ class Pipeline:
         self.num_steps = 0
         self.metrics: dict[str, Tensor] = {}
         self._placement = program.placement
-        self._loss_fn = loss_fn
         self._share_loss = share_loss
-        self._split_spec = split_spec or {}
         chosen = Options(
             optimizer=optimizer,
             seed=seed,
@@ -120,7 +122,16 @@ class Pipeline:
             scalars = max_norm is not None or loss_scale is not None or loss_counts
             windows = windows_of(asynchronous, self._assembly.ties.stages, scalars=scalars)
             self._training = WindowedTraining(windows, self._assembly, fixed_shapes=not dynamic_shapes)
-        self._forwards: dict[int, Executor] = {}
+        self._evaluation = Evaluation(program.placement, self._assembly)
+        self._feed = Feed(
+            self.rank,
+            self._stages,
+            program.num_stages,
+            loss_fn,
+            split_spec or {},
+            per_update=self._training.microbatches_per_update,
+            allows_counts=self._training.allows_counts,
+        )
         self._last_run: tuple[Program, Run] | None = None
 
     @property
@@ -172,7 +183,7 @@ class Pipeline:
         Returns:
             The norm that they had.
         """
-        self.flush()
+        self._training.refuse_to_stop()
         self._transport.begin(Session(fixed_shapes=False))
         norm = self._updater.clip(max_norm)
         self._transport.end()
@@ -212,7 +223,7 @@ class Pipeline:
             num_microbatches: any number; the schedule's where left out.
         """
         count = num_microbatches or self.num_microbatches
-        loss = self._batch_loss(x, y, count)
+        loss = self._feed.loss(x, y, count)
         self._evaluate(x, loss, count, keywords)
         return self._shared(loss.means())
 
@@ -248,7 +259,13 @@ class Pipeline:
             weights.publish()
             masters[stage] = {name: master.detach() for name, (_, master) in weights.masters.items()}
         modules = {stage: module.state_dict() for stage, module in self.modules.items()}
-        return {"stages": modules, "masters": masters, "num_steps": self.num_steps, **self._updater.state_dict()}
+        return {
+            "stages": modules,
+            "masters": masters,
+            "training": self._training.state_dict(),
+            "num_steps": self.num_steps,
+            **self._updater.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned on the same rank of the same shape.
@@ -259,9 +276,11 @@ class Pipeline:
         if set(state["stages"]) != set(self._stages):
             raise ValueError(f"this rank owns the stages {list(self._stages)}: the state has {sorted(state['stages'])}")
         for stage, weights in state["stages"].items():
+            self._assembly.weights[stage].use(None)
             self._stages[stage].module.load_state_dict(weights)
             load_masters(self._assembly.weights[stage], state.get("masters", {}).get(stage, {}), stage)
         self._updater.load_state_dict(state)
+        self._training.load_state_dict(state.get("training", {}))
         self.num_steps = state["num_steps"]
 
     def close(self) -> None:
@@ -276,8 +295,8 @@ class Pipeline:
 
     def _train(self, updates: bool, x: Value, y: Value, keywords: Mapping[str, Value]) -> Tensor | None:
         count = self.num_microbatches
-        loss = self._batch_loss(x, y, count)
-        run = Run(self.num_steps, self._inputs(x, count), self._keywords(keywords, count), loss, train=True)
+        loss = self._feed.loss(x, y, count)
+        run = self._feed.run(self.num_steps, x, keywords, count, loss, train=True)
         with self._assembly.norms:
             self._last_run = (self._training.train(run, updates=updates), run)
         self.num_steps += 1
@@ -285,46 +304,9 @@ class Pipeline:
 
     def _evaluate(self, x: Value, loss: BatchLoss | None, count: int, keywords: Mapping[str, Value]) -> Run:
         self.flush()
-        executor = self._forwards.get(count)
-        if executor is None:
-            executor = self._forwards[count] = Executor(forward_only(self._placement, count), self._assembly)
-        modes = [(module, module.training) for root in self.modules.values() for module in root.modules()]
-        run = Run(self.num_steps, self._inputs(x, count), self._keywords(keywords, count), loss, train=False)
-        try:
-            for module, _ in modes:
-                module.training = False
-            executor.run(run)
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        run = self._feed.run(self.num_steps, x, keywords, count, loss, train=False)
+        self._evaluation.run(run)
         return run
-
-    @property
-    def _owns_last(self) -> bool:
-        return self._placement.num_stages - 1 in self._stages
-
-    def _inputs(self, x: Value, count: int) -> list[Value]:
-        if 0 not in self._stages:
-            return []
-        if x is None:
-            raise ValueError(f"rank {self.rank} owns the first stage, so it needs the batch's input x: got None")
-        return split(x, count, "x")
-
-    def _keywords(self, keywords: Mapping[str, Value], count: int) -> list[dict[str, Value]]:
-        return split_keywords(keywords, count, self._split_spec)
-
-    def _batch_loss(self, x: Value, y: Value, count: int) -> BatchLoss:
-        if self._loss_fn is None:
-            raise ValueError("training and evaluation need a loss: give the Pipeline a loss_fn")
-        targets = split(y if self._owns_last else None, count, "y")
-        inputs = split(x if self._owns_last and y is None else None, count, "x")
-        return BatchLoss(
-            self._loss_fn,
-            targets,
-            inputs,
-            per_update=self._training.microbatches_per_update,
-            allows_counts=self._training.allows_counts,
-        )
 
     def _shared(self, means: Means) -> Tensor | None:
         """The batch's loss, with its metrics: on all ranks if so wanted, else wherever the last stage lives."""

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
+from stagewright.engine.weights import like
+
 # Names of parameters that are one weight; "stage2.weight" is the one of that stage alone.
 Group = Sequence[str]
 
@@ -40,12 +42,18 @@ def settle_sharing(modules: Mapping[int, nn.Module], groups: Sequence[Group]) ->
                     f"stages {owner} and {stage} share a parameter, {first_name!r} there and {name!r} here, but stages "
                     f"are trained each by itself: give the Pipeline tied=[[{first_name!r}, {name!r}]]"
                 )
-            _replace(module, parameter, nn.Parameter(parameter.detach().clone()))
+            _replace(module, parameter, like(parameter, parameter.detach().clone(), hooks=True))
 
 
 def members(group: Group, stage: int, names: Iterable[str]) -> list[str]:
     """Those of a stage's parameter names that a group has."""
     return [name for name in names if name in group or f"stage{stage}.{name}" in group]
+
+
+def kind_of(parameter: nn.Parameter) -> str:
+    """In what tied weights are all alike, such as ``trained float32[11, 6]``."""
+    kind = f"{'trained' if parameter.requires_grad else 'frozen'} {parameter.dtype}{list(parameter.shape)}"
+    return kind.replace("torch.", "")
 
 
 def all_names(module: nn.Module) -> dict[str, str]:
@@ -56,20 +64,15 @@ def all_names(module: nn.Module) -> dict[str, str]:
 
 def _tie_within(stage: int, module: nn.Module, group: Group) -> None:
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    first, *others = members(group, stage, parameters) or [None]
-    for name in others:
-        assert first is not None, "whatever comes after another has one before it"
-        one, other = parameters[first], parameters[name]
-        if one.shape != other.shape or one.requires_grad != other.requires_grad:
+    names = members(group, stage, parameters)
+    for name in names[1:]:
+        one, other = parameters[names[0]], parameters[name]
+        if kind_of(one) != kind_of(other):
             raise ValueError(
-                f"tied weights have one shape, and all are trained or none: got {_described(first, one)}, "
-                f"{_described(name, other)} of stage {stage}"
+                f"tied weights have one shape and type, and all are trained or none: got {names[0]} of stage {stage}: "
+                f"{kind_of(one)}, {name} of stage {stage}: {kind_of(other)}"
             )
         _replace(module, other, one)
-
-
-def _described(name: str, parameter: nn.Parameter) -> str:
-    return f"{name}: {'trained' if parameter.requires_grad else 'frozen'} {list(parameter.shape)}"
 
 
 def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -110,7 +111,8 @@ class Stage:
         with _deferring(stashed.deferred):
             if self._num_kept is None or num_left < self._num_kept:
                 return body(*tensors)
-            return checkpoint(body.on_copies, *tensors, use_reentrant=False, preserve_rng_state=False)
+            repeatable = partial(body.on_copies, stashed.deferred)
+            return checkpoint(repeatable, *tensors, use_reentrant=False, preserve_rng_state=False)
 
     def autocasting(self) -> AbstractContextManager[object]:
         """What forward and loss are computed in."""
@@ -131,7 +133,9 @@ class Stage:
         """Stash the loss as the place where the backward starts, and the gradient to start with."""
         if torch.is_grad_enabled():
             stashed = self.stash[microbatch]
-            stashed.gradients = [torch.full_like(loss, gradient)] if loss.requires_grad else []
+            # A scale that is too large for the type of the loss is an overflow like any other, and no error.
+            start = torch.full_like(loss, gradient, dtype=torch.float64).to(loss.dtype)
+            stashed.gradients = [start] if loss.requires_grad else []
             stashed.roots = [get_gradient_edge(loss)] if loss.requires_grad else []
 
     def backward(self, microbatch: int, gradients: Gradients | None, version: int = 0, update: int = 0) -> Gradients:
@@ -230,9 +234,10 @@ class _Body:
         with self._stage.autocasting(), Untouched(norms):
             return self._stage.module(value, **self._keywords)
 
-    def on_copies(self, *tensors: Tensor) -> Value:
-        """The same where what the module changes in place must still be there the second time."""
-        return self(*(tensor.clone() for tensor in tensors))
+    def on_copies(self, deferred: Deferred | None, *tensors: Tensor) -> Value:
+        """The same where what the module changes in place must still be there the second time, in the backward."""
+        with nullcontext() if deferred is None else deferred.paused():
+            return self(*(tensor.clone() for tensor in tensors))
 
 
 def _deferring(deferred: Deferred | None) -> AbstractContextManager[object]:

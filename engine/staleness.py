@@ -187,14 +187,15 @@ class Remedies:
             for treatment in self._treatments:
                 treatment.after(optimizer, delay)
 
-    def state_dict(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+    def state_dict(self, optimizer: Optimizer) -> list[tuple[str, dict[str, Any]]]:
         """What must be kept to go on later."""
-        return [treatment.state_dict(optimizer) for treatment in self._treatments]
+        return [(type(treatment).__name__, treatment.state_dict(optimizer)) for treatment in self._treatments]
 
-    def load_state_dict(self, optimizer: Optimizer, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from ``state_dict``."""
-        for treatment, state in zip(self._treatments, states):
-            treatment.load_state_dict(optimizer, state)
+    def load_state_dict(self, optimizer: Optimizer, states: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        """Go on from ``state_dict``; what came from other remedies is left out, and those that are new begin anew."""
+        for treatment, (kind, state) in zip(self._treatments, states):
+            if kind == type(treatment).__name__:
+                treatment.load_state_dict(optimizer, state)
 
 
 class _Discounted:

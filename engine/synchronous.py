@@ -1,5 +1,8 @@
 """Synchronous: training by programs that end with their batch."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from stagewright.engine.assembly import Assembly
 from stagewright.engine.executor import Executor
 from stagewright.engine.run import Run
@@ -47,6 +50,16 @@ class SynchronousTraining:
 
     def drain(self, step: int) -> None:
         """Nothing is in flight between batches."""
+
+    def refuse_to_stop(self) -> None:
+        """Gradients lie ready after every batch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Batches do not depend on each other."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """There is nothing to go on with."""
 
     def _made(self, updates: bool, scalars: bool) -> Program:
         """What an update needs of all ranks goes into the program; the first batch finds out about the loss."""

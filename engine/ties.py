@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from stagewright.engine.sharing import Group, all_names, members
+from stagewright.engine.sharing import Group, all_names, kind_of, members
 from stagewright.engine.transport.contract import Channel, Receipt, Session, Transport
 from stagewright.engine.value import Packed, pack, unpack
 from stagewright.schedules import Placement
@@ -106,14 +106,13 @@ class Ties:
             for index, group in enumerate(groups):
                 for name in members(group, stage, names):
                     parameter = self._parameters[stage][names[name]]
-                    kind = f"{'trained' if parameter.requires_grad else 'frozen'} {parameter.dtype}"
-                    own.append((index, stage, name, names[name], kind, list(parameter.shape)))
+                    own.append((index, stage, name, names[name], kind_of(parameter)))
         found: list[dict[int, tuple[str, str]]] = [{} for _ in groups]
         named = set()
         for data in self._transport.gather(json.dumps(own).encode()):
-            for index, stage, name, first_name, kind, shape in json.loads(data):
+            for index, stage, name, first_name, kind in json.loads(data):
                 named |= {name, f"stage{stage}.{name}"}
-                found[index][stage] = first_name, f"{kind}{shape}".replace("torch.", "")
+                found[index][stage] = first_name, kind
         for group, tie in zip(groups, found):
             for name in group:
                 if name not in named:

@@ -52,7 +52,8 @@ class Discounting(Treatment):
 
     def rate(self, delay: int) -> float:
         """1 without delay, and at the end."""
-        return (1 + delay) ** -(self._power * (1 - min(self._num_made / self._num_updates, 1.0)))
+        power = self._power * (1 - min(self._num_made / self._num_updates, 1.0))
+        return float((1 + delay) ** -power)
 
     def after(self, optimizer: Optimizer, delay: int) -> None:
         """Count."""
@@ -91,10 +92,9 @@ class Predicting(Treatment):
 
     def after(self, optimizer: Optimizer, delay: int) -> None:
         """Note the settings of the update; those that the trainer has made meanwhile are for later ones."""
-        self._optimizer = optimizer
-        for group in optimizer.param_groups:
-            settings = {key: value for key, value in group.items() if key != "params"}
-            self._settings.update(dict.fromkeys(group["params"], settings))
+        kept = ("lr", "betas", "eps", "amsgrad", "maximize")
+        settings = [{key: group[key] for key in kept if key in group} for group in optimizer.param_groups]
+        self.load_state_dict(optimizer, {"settings": settings})
 
     def ahead(self, parameter: nn.Parameter) -> Tensor | None:
         """The velocity of the last update, as many times as there are updates to come."""
@@ -102,8 +102,20 @@ class Predicting(Treatment):
         state = self._optimizer.state.get(parameter) if settings is not None else None
         if settings is None or not state:
             return None
-        sign = 1.0 if settings["maximize"] else -1.0
-        return _direction(state, settings) * (sign * self._num_times * settings["lr"])
+        rate = settings["lr"] if settings["maximize"] else -settings["lr"]
+        return _direction(state, settings).mul(self._num_times * rate)
+
+    def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The settings of the last update, group by group."""
+        firsts = [group["params"][0] if group["params"] else None for group in optimizer.param_groups]
+        return {"settings": [{} if first is None else self._settings.get(first, {}) for first in firsts]}
+
+    def load_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Go on from them."""
+        self._optimizer = optimizer
+        for group, settings in zip(optimizer.param_groups, state["settings"]):
+            if settings:
+                self._settings.update(dict.fromkeys(group["params"], settings))
 
 
 class Moving(Treatment):

@@ -4,11 +4,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch.optim import Optimizer
+
 from stagewright.engine.agreement import Agreement, LossScale, Scalars
 from stagewright.engine.gradients import Gradients
-from stagewright.engine.loss import Means
+from stagewright.engine.loss import BatchLoss
+from stagewright.engine.optimizers import OptimizerFactory, Plans, make_optimizer, named_weights
 from stagewright.engine.staleness import Remedies
-from stagewright.engine.optimizers import OptimizerFactory, Planned, make_optimizer, named_weights
 from stagewright.engine.weights import StageWeights
 
 
@@ -33,11 +35,14 @@ class Updater:
         weights: Mapping[int, StageWeights],
         gradients: Gradients,
         agreement: Agreement,
+        remedies: Remedies,
         *,
         max_norm: float | None = None,
         loss_scale: LossScale | None = None,
     ) -> None:
         self.optimizer = make_optimizer(factory, list(named_weights(weights)))
+        if self.optimizer is not None:
+            remedies.check(self.optimizer)
         self.can_step = factory is not None
         self.loss_scale = loss_scale
         self.overflowed = False
@@ -51,7 +56,8 @@ class Updater:
         self._num_due = 0
         self._num_updates = 0
         self._heard: Scalars | None = None
-        self._plans: dict[int, list[dict[str, Any]]] = {}
+        self._plans = None if self.optimizer is None else Plans(self.optimizer)
+        self._losses: dict[int, tuple[BatchLoss, float]] = {}  # by update, and by what they were multiplied
 
     @property
     def needs_scalars(self) -> bool:
@@ -68,17 +74,18 @@ class Updater:
         """By what losses are multiplied before the backward."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
+    def scale_of(self, update: int, loss: BatchLoss) -> float:
+        """By what an update's losses are multiplied: all alike, whatever other updates change in between."""
+        return self._losses.setdefault(update, (loss, self.scale))[1]
+
     def plan(self, updates: Iterable[int]) -> None:
         """Note the learning rates and other settings of now for updates that are made later."""
-        if self.optimizer is not None:
-            settings = [
-                {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
-            ]
-            self._plans.update(dict.fromkeys(updates, settings))
+        if self._plans is not None:
+            self._plans.note(updates)
 
     def begin(self) -> None:
-        """A batch begins."""
-        self._num_due = 0
+        """A batch begins; its update is the first of its program."""
+        self._num_due = self._num_updates = 0
         self._gradients.begin()
 
     def reduce_tied(self, stage: int) -> None:
@@ -86,15 +93,18 @@ class Updater:
         self._weights[stage].bring_gradients(self._num_updates + 1)
         self._gradients.reduce_tied(stage)
 
-    def tell(self, means: Means | None) -> None:
+    def tell(self) -> None:
         """All gradients of this rank are there: tell the other ranks what they must know of them."""
-        self._bring(self._num_updates + 1, counted=True)
+        update = self._num_updates + 1
+        self._bring(update, counted=True)
         norms = self._gradients.measure() if self._measures else Scalars()
-        if means is None or not means.values:  # this rank has computed no loss
+        if update not in self._losses:  # this rank has computed none
             self._agreement.tell(norms)
             return
-        weight = means.weight if means.counts else 0.0
-        self._agreement.tell(replace(norms, count=weight, counts=means.counts, loss_scale=self.scale))
+        loss, scale = self._losses[update]
+        means = loss.means()
+        count = means.weight if means.counts else 0.0
+        self._agreement.tell(replace(norms, count=count, counts=means.counts, loss_scale=scale))
 
     def is_due(self, version: int) -> bool:
         """One stage's gradient is complete; once all are, wait for what the update needs of other ranks."""
@@ -110,24 +120,31 @@ class Updater:
     def step(self, version: int) -> None:
         """Make a weight version of the newest one and the gradients, and drop these; after an overflow both are one."""
         self._settle()
-        planned = self._plans.pop(version, None)
+        self._losses.pop(version, None)
         for weights in self._weights.values():
             weights.begin_update(version)
-        if self.optimizer is not None and not self.overflowed:
-            if self._max_norm is not None and self.grad_norm is not None:
-                self._gradients.scale(clip_factor(self.grad_norm, self._max_norm))
-            delay = max((weights.delay for weights in self._weights.values()), default=0)
-            with Planned(self.optimizer, planned):
-                self._remedies.step(self.optimizer, delay)
+        if self.optimizer is not None and self._plans is not None:
+            with self._plans.of(version):
+                self._optimize(self.optimizer)
         for weights in self._weights.values():
             weights.publish()
         self._gradients.drop()
+
+    def _optimize(self, optimizer: Optimizer) -> None:
+        """Clip and step, unless the gradients have overflowed."""
+        if self.overflowed:
+            return
+        if self._max_norm is not None and self.grad_norm is not None:
+            self._gradients.scale(clip_factor(self.grad_norm, self._max_norm))
+        delay = max((weights.delay for weights in self._weights.values()), default=0)
+        self._remedies.step(optimizer, delay)
 
     def finish_accumulating(self) -> None:
         """A batch without an update is through: its gradients join those of earlier ones, unless they overflow."""
         self._gradients.complete()
         self._heard = self._agreement.hear()
         self._settle()
+        self._losses.clear()
 
     def clip(self, max_norm: float) -> float:
         """Clip all ranks' gradients together, and give the norm that they had; every rank calls this alike."""
@@ -143,6 +160,14 @@ class Updater:
         self._gradients.forget_batch()
         self._agreement.clear()
         self._heard = None
+        self._losses.clear()
+        if self._plans is not None:
+            self._plans.clear()
+
+    def resume(self, num_updates: int) -> None:
+        """Go on with the update after so many."""
+        self.clear()
+        self._num_due, self._num_updates = 0, num_updates
 
     def _bring(self, update: int, *, counted: bool = False) -> None:
         for weights in self._weights.values():
@@ -175,12 +200,12 @@ class Updater:
         remembered = self._remedies.state_dict(self.optimizer)
         return {"optimizer": self.optimizer.state_dict(), "loss_scale": scale, "staleness": remembered}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict``."""
         optimizer, scale = state["optimizer"], state["loss_scale"]
         if self.optimizer is not None and isinstance(optimizer, dict):
             self.optimizer.load_state_dict(optimizer)
-            self._remedies.load_state_dict(self.optimizer, state["staleness"])
+            self._remedies.load_state_dict(self.optimizer, state.get("staleness", []))
         if self.loss_scale is not None and isinstance(scale, tuple):
             self.loss_scale.value, self.loss_scale.num_good_steps = scale
 

@@ -45,13 +45,15 @@ class VersionedWeights:
             for name, weight in self._versions[0].parameters.items()
         }
         self._gradients: dict[int, dict[str, Tensor]] = {}
+        self._delays: dict[int, int] = {}  # by update, that of its gradients
+        self.delay = 0
         self._turn = 0  # by how much a version's number is higher than that of its buffer, before they go round
         self.newest = 0
         self.use(None)
 
     def use(self, version: int | None) -> None:
         """Put a version's parameters into the module's slots; the newest ones where None."""
-        parameters = self._of(self.newest if version is None else version).parameters
+        parameters = self._parameters_of(version)
         for holder, slot, name in self._slots:
             holder[slot] = parameters[name]
         for recurrent in self._recurrent:  # these look their parameters up once
@@ -60,6 +62,7 @@ class VersionedWeights:
     def begin_backward(self, version: int, update: int) -> None:
         """Lend the version's parameters the sum of gradients to which autograd shall add."""
         self.use(version)
+        self._delays[update] = update - 1 - version
         gradients = self._gradients.setdefault(update, {})
         for name, parameter in self._of(version).parameters.items():
             if not self._has_masters[name]:
@@ -81,6 +84,7 @@ class VersionedWeights:
 
     def bring_gradients(self, update: int) -> None:
         """Give the optimizer's parameters the gradients of an update."""
+        self.delay = self._delays.pop(update, self.delay)
         for name, gradient in self._gradients.pop(update, {}).items():
             self.trained[name].grad = gradient
 
@@ -105,6 +109,7 @@ class VersionedWeights:
     def clear(self) -> None:
         """Forget the gradients of a batch that has failed."""
         self._gradients.clear()
+        self._delays.clear()
         for version in self._versions:
             for parameter in version.parameters.values():
                 parameter.grad = None
@@ -132,6 +137,9 @@ class VersionedWeights:
             for number, values in older.items():
                 for name, parameter in self._of(number).parameters.items():
                     parameter.copy_(values[name])
+
+    def _parameters_of(self, version: int | None) -> Mapping[str, nn.Parameter]:
+        return self._of(self.newest if version is None else version).parameters
 
     def _of(self, version: int) -> "_Version":
         return self._versions[(version - self._turn) % len(self._versions)]

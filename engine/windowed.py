@@ -1,5 +1,8 @@
 """Windowed: training without a flush, one window of an asynchronous schedule a batch."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from stagewright.engine.assembly import Assembly
 from stagewright.engine.executor import Executor
 from stagewright.engine.mail import Mail
@@ -23,17 +26,19 @@ class WindowedTraining:
         sample = windows.program((windows.num_opening + 2, 2 * windows.num_opening + 4))
         verify(sample)
         self._windows = windows
+        self._schedule = windows.schedule
         self._assembly = assembly
         self._transport = assembly.transport
-        self._session = Session(fixed_shapes, windows.schedule.num_microbatches)
+        self._session = Session(fixed_shapes, num_microbatches=windows.schedule.num_microbatches)
         self._mail = Mail(sample, assembly.transport)
         self._executors: dict[tuple[str, int, int], Executor] = {}
+        self._has_failed = False
         self.num_batches = 0
         self.num_drained = 0
 
     @property
     def _updates_per_batch(self) -> int:
-        return self._windows.schedule.num_microbatches // self._windows.schedule.microbatches_per_update
+        return self._schedule.num_microbatches // self._schedule.microbatches_per_update
 
     def program(self, *, updates: bool = True) -> Program:
         """Some batches and the drain after them."""
@@ -42,7 +47,7 @@ class WindowedTraining:
     @property
     def microbatches_per_update(self) -> int:
         """Microbatches whose gradients go into one update."""
-        return self._windows.schedule.microbatches_per_update
+        return self._schedule.microbatches_per_update
 
     @property
     def allows_counts(self) -> bool:
@@ -59,42 +64,90 @@ class WindowedTraining:
 
         Raises:
             ScheduleError: gradients without their update are asked for.
+            RuntimeError: an earlier batch has failed.
         """
         if not updates:
-            raise ScheduleError(
-                f"{self._windows.schedule.name} never stops between batches, so there is no moment at which a batch's "
-                "gradients could be handed out: call train_step, or take a synchronous schedule"
-            )
+            self.refuse_to_stop()
+        self._refuse_after_failure()
         first_update = 1 + self.num_batches * self._updates_per_batch
         self._assembly.updater.plan(range(first_update, first_update + self._updates_per_batch))
         if not self.in_flight:
             self._transport.begin(self._session)
-        piece = self._windows.window(self.num_batches, self.num_drained)
-        program = self._run(piece, run)
+        program = self._run(self._windows.window(self.num_batches, self.num_drained), run)
         self.num_batches += 1
         return program
 
     def drain(self, step: int) -> None:
-        """Do the backwards and updates that are left."""
+        """Do the backwards and updates that are left, and let the modules hold the newest version.
+
+        Raises:
+            RuntimeError: a batch has failed.
+        """
+        self._refuse_after_failure()
         if not self.in_flight:
             return
         self._run(self._windows.drain(self.num_batches, self.num_drained), Run(step, (), (), None, train=True))
         self._transport.end()
         self.num_drained = self.num_batches
+        for weights in self._assembly.weights.values():
+            weights.use(None)
         assert self._mail.is_empty, "a drained pipeline has nothing in flight"
+
+    def refuse_to_stop(self) -> None:
+        """There is no moment at which gradients of one batch lie ready.
+
+        Raises:
+            ScheduleError: always.
+        """
+        raise ScheduleError(
+            f"{self._schedule.name} never stops between batches, so there is no moment at which a batch's gradients "
+            "could be handed out: call train_step, with max_norm=… to clip them, or take a synchronous schedule"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the schedule has come, and the older versions that it will still read; nothing may be in flight."""
+        assert not self.in_flight, "what is in flight cannot be kept"
+        older = {stage: weights.older_versions() for stage, weights in self._assembly.weights.items()}
+        return {"schedule": repr(self._schedule), "num_batches": self.num_batches, "older_versions": older}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``; the modules have loaded the newest version.
+
+        The state of another schedule, or of another number of microbatches, tells the weights and no more: then the rule
+        of versions starts anew.
+        """
+        goes_on = state.get("schedule") == repr(self._schedule)
+        self.num_batches = self.num_drained = state["num_batches"] if goes_on else 0
+        newest = self.num_batches * self._updates_per_batch
+        for stage, weights in self._assembly.weights.items():
+            weights.renumber(newest, state["older_versions"][stage] if goes_on else {})
+        self._assembly.updater.resume(newest)
+        self._mail.clear()
+        self._has_failed = False
 
     def _run(self, piece: Piece, run: Run) -> Program:
         executor = self._executors.get(piece.name)
         if executor is None:
             executor = self._executors[piece.name] = Executor(self._program_of(piece), self._assembly, mail=self._mail)
-        run.first = self.num_batches * self._windows.schedule.num_microbatches
+        run.first = self.num_batches * self._schedule.num_microbatches
         run.later_microbatches, run.later_versions = piece.microbatches, piece.versions
-        executor.run(run)
+        try:
+            executor.run(run)
+        except BaseException:
+            self._has_failed = True
+            raise
         return executor.program
+
+    def _refuse_after_failure(self) -> None:
+        if self._has_failed:
+            raise RuntimeError(
+                f"a batch has failed, and with it all that {self._schedule.name} had in flight: load a state that was "
+                "saved before"
+            )
 
     def _program_of(self, piece: Piece) -> Program:
         """A piece as a program of its own, with numbers as they stand in it."""
-        schedule = self._windows.schedule
+        schedule = self._schedule
         num_batches = 2 * (self._windows.num_opening + 2)
         return Program(
             piece.streams, schedule.placement, schedule.num_microbatches, num_batches, self._windows.update_rule

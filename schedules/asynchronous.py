@@ -117,7 +117,7 @@ class AsynchronousSchedule(Schedule, ABC):
         """The windows of some batches and the drain after them, as the engine runs them."""
         return Windows(self).program((num_batches,))
 
-    def bubble_formula(self, costs: Costs) -> Formula:
+    def bubble_formula(self, costs: Costs) -> Formula | None:
         """None once the pipeline is full: a batch takes M(F+B)."""
         stages = costs.of_stages(self.num_stages)
         return Formula("0", 0.0, self.num_microbatches * (max(stages.forward) + max(stages.backward)), "steady")

@@ -19,10 +19,12 @@ _SHAPE: Final = ("num_ranks", "num_microbatches")
 def register(schedule: AnySchedule) -> AnySchedule:
     """Class decorator: make a schedule known by its ``name`` and ``aliases``, everywhere a name is taken.
 
+    The aliases of a class that it was derived from stay with that one.
+
     Raises:
         ScheduleError: another schedule has that name already.
     """
-    for name in (schedule.name, *schedule.aliases):
+    for name in (schedule.name, *schedule.__dict__.get("aliases", ())):
         known = _SCHEDULES.get(name)
         if known is not None and (known.__module__, known.__qualname__) != (schedule.__module__, schedule.__qualname__):
             raise ScheduleError(

@@ -182,11 +182,11 @@ def later(instruction: Instruction, piece: Piece) -> Instruction:
 def _pieces(windows: Windows, start: int, num_windows: int) -> tuple[tuple[Stream, ...], ...]:
     """For each rank its windows from batch ``start`` on, then its drain, with sends and receives."""
     schedule, end = windows.schedule, start + num_windows
-    computed = [
+    at_once = [
         [schedule.window(rank, batch, start) for batch in range(start, end)] + [schedule.drain(rank, end, start)]
         for rank in range(schedule.num_ranks)
     ]
-    computed = [_put_off(of_rank, windows) for of_rank in computed]
+    computed = [_put_off(of_rank, windows) for of_rank in at_once]
     streams = tuple(tuple(item for piece in of_rank for item in piece) for of_rank in computed)
     whole = insert_communication(
         Program(streams, schedule.placement, schedule.num_microbatches, end, windows.update_rule)

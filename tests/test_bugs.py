@@ -185,6 +185,20 @@ def test_vmap_inside_a_stage_was_an_error_under_split_backward() -> None:
     assert_same_gradients(Mapped())
 
 
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6, dtype=torch.complex128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x.to(torch.complex128))
+        return y.real + y.imag
+
+
+def test_complex_weights_got_the_conjugate_of_their_gradient_under_split_backward() -> None:
+    assert_same_gradients(nn.Sequential(Complex(), Complex()))
+
+
 class Lowered(nn.Module):
     """A float64 linear inside an autocast region, which leaves float64 alone."""
 
@@ -234,3 +248,98 @@ def test_tensors_inside_tuples_among_the_keywords_were_not_cut() -> None:
     """Every microbatch got all rows of them."""
     parts = split_keywords({"pair": (torch.arange(4), "word")}, 2, {})
     assert [part["pair"][0].tolist() for part in parts] == [[0, 1], [2, 3]]
+
+
+def alone(module: nn.Module, **options: Any) -> Pipeline:
+    """A pipeline of one rank."""
+    options = {"loss_fn": nn.functional.mse_loss, "num_microbatches": 2, **options}
+    return Pipeline({0: module}, schedule="gpipe", **options)
+
+
+def test_masters_that_a_trainer_had_stepped_never_reached_the_stage() -> None:
+    """They were rounded to what computes after train_step only."""
+    module = nn.Linear(2, 2, dtype=torch.bfloat16)
+    with alone(module, master_weights=True) as pipe:
+        optimizer = torch.optim.SGD(pipe.named_parameters(), lr=1.0)
+        x = torch.ones(2, 2, dtype=torch.bfloat16)
+        before = pipe.predict(x)
+        pipe.forward_backward(x, x)
+        optimizer.step()
+        assert not torch.equal(pipe.predict(x), before)
+
+
+def test_masters_were_not_saved() -> None:
+    """What was loaded went on from the rounded weights."""
+    x = torch.ones(2, 2, dtype=torch.bfloat16)
+    options = {"master_weights": True, "optimizer": lambda named: torch.optim.SGD(named, lr=1e-4)}
+    with alone(nn.Linear(2, 2, dtype=torch.bfloat16), **options) as pipe:
+        pipe.train_step(x, x)
+        masters = [weight.detach().clone() for _, weight in pipe.named_parameters()]
+        state = pipe.state_dict()
+    with alone(nn.Linear(2, 2, dtype=torch.bfloat16), **options) as pipe:
+        pipe.load_state_dict(state)
+        assert all(torch.equal(weight, master) for (_, weight), master in zip(pipe.named_parameters(), masters))
+
+
+class FailsAtTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x == 2).any():
+            raise RuntimeError("two")
+        y: Tensor = self.linear(x)
+        return y
+
+
+def test_a_batch_that_failed_took_accumulated_gradients_along() -> None:
+    module = FailsAtTwo()
+    with alone(module) as pipe:
+        pipe.forward_backward(torch.ones(2, 2), torch.zeros(2, 2))
+        with pytest.raises(RuntimeError, match="two"):
+            pipe.forward_backward(torch.tensor([[1.0, 1.0], [2.0, 2.0]]), torch.zeros(2, 2))
+        assert module.linear.weight.grad is not None
+
+
+def test_an_overflow_while_accumulating_left_infinite_gradients_and_the_same_scale() -> None:
+    """Only train_step looked at what the ranks had agreed on."""
+    module = nn.Linear(2, 2)
+    with alone(module, loss_scale="dynamic") as pipe:
+        pipe.forward_backward(torch.full((2, 2), 1e30), torch.zeros(2, 2))
+        assert pipe.overflowed
+        assert pipe.loss_scale == 32768
+        assert module.weight.grad is None
+
+
+def test_a_scale_that_the_loss_could_not_hold_was_an_error() -> None:
+    """65536 is more than the largest float16, so the very first step of a loss in float16 raised."""
+    options = {"loss_scale": "dynamic", "num_microbatches": 1, "loss_fn": lambda output, target: output.half().mean()}
+    with alone(nn.Linear(2, 2), **options) as pipe:
+        pipe.forward_backward(torch.ones(2, 2), torch.zeros(2, 2))
+        assert pipe.overflowed
+
+
+def test_weights_that_were_tied_within_one_stage_were_not() -> None:
+    """A group that lay on one stage was taken for one parameter."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with alone(module, tied=[["0.weight", "1.weight"]]):
+        assert module[0].weight is module[1].weight
+
+
+def test_a_number_as_a_metric_was_rounded_to_float32() -> None:
+    with alone(nn.Linear(2, 2), loss_fn=lambda output, target: (output.mean(), {"third": 1 / 3})) as pipe:
+        pipe.eval_step(torch.ones(2, 2), torch.zeros(2, 2))
+        assert pipe.metrics["third"].item() == 1 / 3
+
+
+def test_recompute_showed_a_batch_norm_everything_twice() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with alone(module, recompute="full") as pipe:
+        pipe.forward_backward(torch.arange(8.0).reshape(4, 2), torch.zeros(4, 2))
+        assert module[1].num_batches_tracked == 2
+
+
+def test_train_step_without_an_optimizer_trained_nothing_without_a_word() -> None:
+    with alone(nn.Linear(2, 2)) as pipe, pytest.raises(ValueError, match="train_step makes an update"):
+        pipe.train_step(torch.ones(2, 2), torch.zeros(2, 2))

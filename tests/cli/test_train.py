@@ -202,7 +202,7 @@ def test_an_asynchronous_schedule_is_as_easy(text: Path, tmp_path: Path) -> None
     assert (last["version"], last["bubble"]["formula"]) == (12, 0)
     assert 0 <= last["bubble"]["measured"] < 1
     assert re.search(r"^weights validated +version 12 +newest; gradients up to 1 update old *$", done.stdout, re.M)
-    assert re.search(r"^loss scale +65536 +at the end; it halves when an update overflows *$", done.stdout, re.M)
+    assert re.search(r"^loss scale +65536 +at the end; halved by every overflow *$", done.stdout, re.M)
     assert re.search(r"^bubble fraction +idle of busiest rank / steady period *$", done.stdout, re.M)
 
 

@@ -120,7 +120,7 @@ def test_our_own_files_with_the_flags_that_they_need(
 def test_standard_input(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
     assert verify("-") == 0
-    assert capsys.readouterr().out.startswith("- is legal")
+    assert capsys.readouterr().out.startswith("standard input is legal")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Stages that pass all sorts of values on; here, so that processes can import them too."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from scenario import Scenario, train_rank
 from torch import Tensor, nn
 
 from stagewright.engine import RankContext
+from stagewright.schedules import Schedule
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -354,6 +356,9 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-def train_all(context: RankContext, options: dict[str, Any]) -> list[Result]:
-    """Every scenario, one after the other: starting processes takes long."""
-    return [train_rank(context, scenario, options) for scenario in SCENARIOS.values()]
+def train_all(context: RankContext, schedules: Sequence[Schedule]) -> list[list[Result]]:
+    """Every scenario under every schedule, one after the other: starting processes takes long."""
+    return [
+        [train_rank(context, scenario, {"schedule": schedule}) for scenario in SCENARIOS.values()]
+        for schedule in schedules
+    ]

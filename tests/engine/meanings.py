@@ -55,6 +55,15 @@ def weights_of(modules: Mapping[int, nn.Module]) -> Named:
     }
 
 
+def buffers_of(modules: Mapping[int, nn.Module]) -> Named:
+    """Copies of all buffers of some stages."""
+    return {
+        (stage, name): buffer.detach().clone()
+        for stage, module in modules.items()
+        for name, buffer in module.named_buffers()
+    }
+
+
 def gradients_of(modules: Mapping[int, nn.Module]) -> Named:
     """Copies of all gradients of some stages."""
     return {
@@ -84,12 +93,16 @@ def assert_close(of_ranks: Sequence[Named], plain: Named, tolerance: float = 1e-
 
 @dataclass
 class Trained:
-    """What a training leaves: of each step the loss, metrics and norm; weights, and gradients of one more batch."""
+    """What a training leaves.
+
+    Of each step the loss, metrics and norm; weights and buffers after the last, and the gradients of one more batch.
+    """
 
     losses: list[Tensor | None] = field(default_factory=list)
     metrics: list[dict[str, Tensor]] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
     weights: Named = field(default_factory=dict)
+    buffers: Named = field(default_factory=dict)
     gradients: Named = field(default_factory=dict)
 
 
@@ -104,9 +117,15 @@ def train(context: RankContext, schedule: Schedule, batches: Sequence[Any], opti
             result.metrics.append(pipe.metrics)
             result.norms.append(pipe.grad_norm)
         result.weights = weights_of(pipe.modules)
+        result.buffers = buffers_of(pipe.modules)
         pipe.forward_backward(*batches[-1])
         result.gradients = gradients_of(pipe.modules)
     return result
+
+
+def train_all(context: RankContext, cases: Sequence[tuple[Schedule, Sequence[Any], dict[str, Any]]]) -> list[Trained]:
+    """Several trainings one after the other."""
+    return [train(context, *case) for case in cases]
 
 
 def train_plainly(
@@ -131,7 +150,7 @@ def train_plainly(
         if max_norm is not None:
             result.norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
         steps.step()
-    steps.zero_grad()
+    model.zero_grad()
     result.weights = weights_of(modules)
     x, y = batches[-1]
     loss(model(x), y).backward()
@@ -149,6 +168,11 @@ def assert_same(results: Sequence[Trained], plain: Trained, tolerance: float = 1
         )
     assert_close([result.weights for result in results], plain.weights, tolerance)
     assert_close([result.gradients for result in results], plain.gradients, tolerance)
+
+
+def make_float_stage(stage: int) -> nn.Module:
+    """The stages of ``plain`` in float32."""
+    return make_stage(stage).float()
 
 
 def make_batches(num: int, rows: int = ROWS) -> list[tuple[Tensor, Tensor]]:

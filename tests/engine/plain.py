@@ -136,7 +136,7 @@ def assert_nothing_in_flight(pipe: Pipeline) -> None:
     for stage in pipe._stages.values():
         assert not stage.stash
         assert not stage._pending
-    for executor in (*pipe._training._executors.values(), *pipe._forwards.values()):
+    for executor in (*pipe._training._executors.values(), *pipe._evaluation.executors.values()):
         assert executor._mail.is_empty
 
 

@@ -145,9 +145,7 @@ def _fail(gradient: torch.Tensor) -> None:
 
 def fail_in_the_middle(context: RankContext) -> Any:
     schedule = create("1f1b", num_ranks=1, num_microbatches=2)
-    with Pipeline(
-        {0: FailsOnce()}, schedule=schedule, loss_fn=squared_error, transport=context.transport
-    ) as pipe:
+    with Pipeline({0: FailsOnce()}, schedule=schedule, loss_fn=squared_error, transport=context.transport) as pipe:
         pipe.forward_backward(*make_batch(9, 0))
         before = gradients_of(pipe.modules)
         with pytest.raises(RuntimeError, match="cannot be"):

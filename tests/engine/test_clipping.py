@@ -4,7 +4,18 @@ from typing import Any
 
 import pytest
 import torch
-from meanings import ALL, ONE_COPY, Named, assert_close, assert_same, gradients_of, on_threads, train, train_plainly, under
+from meanings import (
+    ALL,
+    ONE_COPY,
+    Named,
+    assert_close,
+    assert_same,
+    gradients_of,
+    on_threads,
+    train,
+    train_plainly,
+    under,
+)
 from plain import make_batch, make_stage, squared_error
 from tied import TIED, Build, make_text, mean_over_tokens, sum_and_count
 from torch import Tensor, nn

@@ -32,10 +32,14 @@ def test_crosses(scenario: str, name: str, num_ranks: int, options: dict[str, An
     compare(results, plain)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "hanayo"])
-def test_crosses_between_processes(name: str) -> None:
-    num_ranks = 2 if name == "hanayo" else 4
-    schedule = create(name, num_ranks=num_ranks, num_microbatches=MICROBATCHES)
-    results = launch_local(train_all, num_ranks, args=({"schedule": schedule},))
+def test_crosses_between_processes() -> None:
+    """With every boundary between two processes, and with one of them within each."""
+    schedules = [
+        create("interleaved", num_ranks=2, num_microbatches=MICROBATCHES, num_chunks=2),
+        create("hanayo", num_ranks=2, num_microbatches=MICROBATCHES),
+    ]
+    results = launch_local(train_all, 2, args=(schedules,))
     for index, scenario in enumerate(SCENARIOS.values()):
-        compare([of_rank[index] for of_rank in results], train_plainly(scenario, 4, MICROBATCHES))
+        plain = train_plainly(scenario, 4, MICROBATCHES)
+        for of_schedule in range(len(schedules)):
+            compare([of_rank[of_schedule][index] for of_rank in results], plain)

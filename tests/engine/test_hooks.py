@@ -11,9 +11,10 @@ from scenario import Scenario, assert_alike
 from torch import Tensor, nn
 
 from stagewright.engine import Pipeline
+from stagewright.schedules import Schedule, create
 
 MICROBATCHES = 4
-SCHEDULES = ["1f1b", "zb-h1"]
+SCHEDULES = ["interleaved", "interleaved-zb"]
 
 
 class Linear(nn.Module):
@@ -26,6 +27,11 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
         return y
+
+
+def schedule_of(name: str, num_chunks: int) -> Schedule:
+    """All stages on one rank, under full or split backward."""
+    return create(name, num_ranks=1, num_microbatches=MICROBATCHES, num_chunks=num_chunks)
 
 
 class Counted:
@@ -43,11 +49,8 @@ def calls_per_step(name: str, hook: Callable[[nn.Module, Counted], object]) -> l
     counted = Counted()
     modules = {stage: Stages(Linear)(stage) for stage in range(3)}
     hook(modules[1], counted)
-    schedule = "interleaved-zb" if name == "zb-h1" else "interleaved"
     calls = []
-    with Pipeline(
-        modules, schedule=schedule, num_microbatches=MICROBATCHES, num_chunks=3, loss_fn=squared_error
-    ) as pipe:
+    with Pipeline(modules, schedule=schedule_of(name, 3), loss_fn=squared_error) as pipe:
         for step in range(3):
             pipe.forward_backward(*make_batch(9, step))
             calls.append(counted.calls)
@@ -91,11 +94,8 @@ class HooksItsTensors(nn.Module):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_hooks_on_what_crosses_never_pile_up(name: str) -> None:
     calls: Counter[str] = Counter()
-    schedule = "interleaved-zb" if name == "zb-h1" else "interleaved"
     modules = {stage: HooksItsTensors(calls) for stage in range(2)}
-    with Pipeline(
-        modules, schedule=schedule, num_microbatches=MICROBATCHES, num_chunks=2, loss_fn=squared_error
-    ) as pipe:
+    with Pipeline(modules, schedule=schedule_of(name, 2), loss_fn=squared_error) as pipe:
         for step in range(3):
             pipe.forward_backward(*make_batch(9, step))
             assert calls == {"in": MICROBATCHES, "out": 2 * MICROBATCHES}
@@ -120,3 +120,33 @@ class Doubled(nn.Module):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_hooks_that_change_gradients(name: str) -> None:
     assert_alike(Scenario(Stages(Doubled)), name)
+
+
+class Drained(nn.Module):
+    """A hook takes each gradient away as soon as it is complete, as optimizers do that step inside the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("total", torch.zeros(6, 6))
+        self.linear.weight.register_post_accumulate_grad_hook(self.drain)
+
+    def drain(self, weight: Tensor) -> None:
+        assert weight.grad is not None
+        self.total += weight.grad
+        weight.grad = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_hook_that_takes_the_gradient_away_finds_it_complete(name: str) -> None:
+    module = Stages(Drained)(0)
+    x, y = make_batch(9, 0)
+    (expected,) = torch.autograd.grad(squared_error(module(x), y), [module.linear.weight])  # type: ignore[union-attr, list-item]
+    with Pipeline({0: module}, schedule=schedule_of(name, 1), loss_fn=squared_error) as pipe:
+        pipe.forward_backward(x, y)
+    torch.testing.assert_close(module.total, expected, rtol=1e-12, atol=1e-12)
+    assert module.linear.weight.grad is None  # type: ignore[union-attr]

@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from counting import CountingTransport, on_counting_threads
 from meanings import ALL, ONE_COPY, ROWS, assert_same, make_batches, on_threads, train, train_plainly, under
 from plain import make_batch, make_stage, squared_error
 from torch import Tensor, nn
 
 from stagewright.engine import Pipeline, RankContext, launch_local
-from stagewright.engine.launch_threads import run_threads
-from stagewright.engine.transport.threads import Hub, ThreadTransport
 from stagewright.schedules import Schedule, create
 
 Masked = dict[str, Tensor]
@@ -112,22 +111,6 @@ def test_metrics_beside_a_mean_count_by_rows(schedule: Schedule) -> None:
         assert result.metrics[0]["rounded"].item() == pytest.approx(rounded, rel=1e-12)
 
 
-class CountingTransport(ThreadTransport):
-    """Notes what it sends."""
-
-    def __init__(self, hub: Hub, rank: int) -> None:
-        super().__init__(hub, rank)
-        self.sent: list[tuple[str, int]] = []
-
-    def send(self, channel: Any, packed: Any, stage: int, microbatch: int) -> None:
-        self.sent.append((channel.kind, sum(tensor.numel() * tensor.itemsize for tensor in packed.tensors)))
-        super().send(channel, packed, stage, microbatch)
-
-    def gather(self, data: bytes) -> list[bytes]:
-        self.sent.append(("all to all", len(data)))
-        return super().gather(data)
-
-
 def count_messages(context: RankContext, schedule: Schedule, share_loss: bool) -> list[tuple[str, int]]:
     assert isinstance(context.transport, CountingTransport)
     with Pipeline(
@@ -149,9 +132,7 @@ def test_sharing_the_loss_costs_one_small_broadcast(schedule: Schedule) -> None:
     """The last stage's rank sends each other rank one message; nobody else sends anything more than without."""
     counts = []
     for share_loss in (False, True):
-        hub = Hub(schedule.num_ranks)
-        transports = [CountingTransport(hub, rank) for rank in range(schedule.num_ranks)]
-        counts.append(run_threads(count_messages, hub, transports, (schedule, share_loss)))
+        counts.append(on_counting_threads(count_messages, schedule.num_ranks, schedule, share_loss))
     owner = schedule.placement.replicas_of(schedule.num_stages - 1)[0]
     for rank, (without, shared) in enumerate(zip(*counts)):
         assert shared[: len(without)] == without

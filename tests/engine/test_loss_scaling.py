@@ -1,5 +1,6 @@
 """Loss scaling: an overflow on one stage makes every rank skip the step and halve the scale, all together."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from meanings import ALL, ONE_COPY, Named, assert_close, gradients_of, make_batc
 from plain import make_batch, make_stage, squared_error
 from torch import Tensor, nn
 
-from stagewright.engine import Pipeline, RankContext, launch_local
+from stagewright.engine import Pipeline, RankContext
 from stagewright.engine.agreement import LossScale
 from stagewright.schedules import Schedule, create
 
@@ -58,7 +59,7 @@ def adam(named: Any) -> torch.optim.Optimizer:
 
 def make(context: RankContext, schedule: Schedule, **options: Any) -> Pipeline:
     torch.set_num_threads(1)
-    return Pipeline(schedule=schedule, loss_fn=squared_error, transport=context.transport, **options)
+    return Pipeline(schedule=schedule, transport=context.transport, **{"loss_fn": squared_error, **options})
 
 
 def explode_in_step_1(context: RankContext, schedule: Schedule, explosive: int, loss_scale: Any) -> Any:
@@ -185,6 +186,29 @@ def test_scales_go_as_those_of_torchs_own_scaler(schedule: Schedule) -> None:
     assert_close([weights for _, weights in results], weights_of(modules), 1e-5)
 
 
+def half_precision_error(output: Tensor, target: Tensor) -> Tensor:
+    """A loss of a type that cannot hold the scale."""
+    return ((output - target.half()) ** 2).mean()
+
+
+def train_half_precision_loss(context: RankContext, schedule: Schedule) -> list[float]:
+    options = {"autocast": torch.float16, "loss_scale": "dynamic", "optimizer": plain_sgd, "build_stage": build_steep}
+    with make(context, schedule, loss_fn=half_precision_error, **options) as pipe:
+        scales = []
+        for step in range(6):
+            pipe.train_step(*single(step))
+            scales.append(pipe.loss_scale)
+        return scales
+
+
+def test_a_scale_too_large_for_the_type_of_the_loss_is_an_overflow() -> None:
+    """65536 is no float16."""
+    schedule = create("none", num_ranks=1, num_microbatches=1)
+    (scales,) = on_threads(train_half_precision_loss, schedule)
+    assert scales[0] == START / 2
+    assert scales[-1] == scales[-2] > 1
+
+
 def test_the_scale_doubles_after_2000_good_steps() -> None:
     scale = LossScale.of("dynamic")
     assert scale is not None
@@ -209,15 +233,47 @@ def test_half_precision_gradients_cannot_be_unscaled() -> None:
     """What the scale has kept from vanishing would vanish when it is divided by; torch refuses it too."""
     schedule = create("1f1b", num_ranks=2, num_microbatches=4)
     with pytest.raises(ValueError, match=r"norm.weight of stage 0 is float16: .* give master_weights=True"):
-        launch_local(make_only, 2, backend="threads", args=(schedule, {"loss_scale": "dynamic", "build_stage": half}))
+        on_threads(make_only, schedule, {"loss_scale": "dynamic", "build_stage": half})
 
 
 @pytest.mark.parametrize("loss_scale", [0, -2.0, float("inf"), "static"])
 def test_a_scale_that_cannot_be_is_refused(loss_scale: Any) -> None:
     schedule = create("1f1b", num_ranks=2, num_microbatches=4)
+    options = {"loss_scale": loss_scale, "build_stage": make_stage}
     with pytest.raises(ValueError, match="loss_scale is a positive number or .dynamic.: got"):
-        launch_local(make_only, 2, backend="threads", args=(schedule, {"loss_scale": loss_scale, "build_stage": make_stage}))
+        on_threads(make_only, schedule, options)
 
 
 def make_only(context: RankContext, schedule: Schedule, options: dict[str, Any]) -> None:
     make(context, schedule, **options).close()
+
+
+def explode_without_flush(context: RankContext, schedule: Schedule) -> tuple[list[bool], Named]:
+    skipped = []
+    with make(context, schedule, build_stage=Build(0), optimizer=adam, loss_scale="dynamic") as pipe:
+        for step, batch in enumerate(make_batches(6)):
+            pipe.train_step(*batch, explode=step == 2)
+            skipped.append(pipe.overflowed)
+        pipe.flush()
+        return skipped, weights_of(pipe.modules)
+
+
+def test_without_a_flush_the_batches_under_way_keep_the_scale_that_they_began_with() -> None:
+    """The overflow of batch 2 is known when the losses of later ones have been scaled, and makes no version."""
+    results = on_threads(explode_without_flush, create("2bw", num_ranks=2, num_microbatches=4))
+    for skipped, _ in results:
+        assert sum(skipped) == 1
+    modules = {stage: Explosive(stage, -1) for stage in range(2)}
+    model = nn.Sequential(*modules.values())
+    optimizer = adam(model.parameters())
+    versions = [deepcopy(model.state_dict())]
+    for step, (x, y) in enumerate(make_batches(6)):
+        newest = versions[-1]
+        model.load_state_dict(versions[max(step - 1, 0)])
+        optimizer.zero_grad()
+        squared_error(model(x), y).backward()
+        model.load_state_dict(newest)
+        if step != 2:
+            optimizer.step()
+        versions.append(deepcopy(model.state_dict()))
+    assert_close([weights for _, weights in results], weights_of(modules))

@@ -144,7 +144,8 @@ class Counting(optim.AdamW):
         self.steps: list[int] = []
 
     def step(self, closure: Any = None) -> Any:
-        self.steps.append(sum(parameter.grad is not None for group in self.param_groups for parameter in group["params"]))
+        (group,) = self.param_groups
+        self.steps.append(sum(parameter.grad is not None for parameter in group["params"]))
         return super().step(closure)
 
 

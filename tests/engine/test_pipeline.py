@@ -229,7 +229,7 @@ def test_arguments_that_cannot_be(arguments: dict[str, Any], error: type[Excepti
 )
 @pytest.mark.parametrize("method", ["train_step", "forward_backward", "eval_step"])
 def test_batches_that_cannot_be(method: str, x: Any, y: Any, error: type[Exception], message: str) -> None:
-    with Pipeline({0: Block(6)}, num_microbatches=3, loss_fn=squared_error) as pipe:
+    with Pipeline({0: Block(6)}, num_microbatches=3, loss_fn=squared_error, optimizer=momentum) as pipe:
         with pytest.raises(error, match=re.escape(message)):
             getattr(pipe, method)(x, y)
         assert pipe.num_steps == 0
@@ -237,16 +237,23 @@ def test_batches_that_cannot_be(method: str, x: Any, y: Any, error: type[Excepti
 
 @pytest.mark.parametrize(("loss", "got"), [(lambda o, t: o, "a tensor of shape (1, 6)"), (lambda o, t: 1.0, "float")])
 def test_losses_that_cannot_be(loss: Any, got: str) -> None:
-    pipe = Pipeline({0: Block(6)}, num_microbatches=3, loss_fn=loss)
+    pipe = Pipeline({0: Block(6)}, num_microbatches=3, loss_fn=loss, optimizer=momentum)
     with pytest.raises(TypeError, match=re.escape(got)):
         pipe.train_step(torch.ones(3, 6), torch.ones(3, 6))
 
 
 def test_training_needs_a_loss_and_prediction_does_not() -> None:
-    with Pipeline({0: make_stage(0)}, num_microbatches=3) as pipe:
+    with Pipeline({0: make_stage(0)}, num_microbatches=3, optimizer=momentum) as pipe:
         assert pipe.predict(make_batch(3, 0)[0]).shape == (3, 6)
         with pytest.raises(ValueError, match="training and evaluation need a loss: give the Pipeline a loss_fn"):
             pipe.train_step(*make_batch(3, 0))
+
+
+def test_an_update_needs_an_optimizer() -> None:
+    with Pipeline({0: make_stage(0)}, num_microbatches=3, loss_fn=squared_error) as pipe:
+        with pytest.raises(ValueError, match="give the Pipeline an optimizer, or call forward_backward"):
+            pipe.train_step(*make_batch(3, 0))
+        assert pipe.forward_backward(*make_batch(3, 0)) is not None
 
 
 def test_an_optimizer_without_parameters_is_no_error() -> None:

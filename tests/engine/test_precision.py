@@ -181,7 +181,7 @@ def train_masters_plainly(num_stages: int, accumulate_in: torch.dtype = torch.fl
                 gradient = parameter.grad.to(accumulate_in)
                 totals[key] = totals[key] + gradient if key in totals else gradient
                 parameter.grad = None
-        for key, (parameter, master) in pairs.items():
+        for key, (_, master) in pairs.items():
             master.grad = totals[key].float()
         optimizer.step()
         with torch.no_grad():

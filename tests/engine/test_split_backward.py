@@ -129,6 +129,21 @@ class Penalised(nn.Module):
         return self.linear(x) + slope
 
 
+class Inward(nn.Module):
+    """Descends inside its forward, and uses the gradient at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            self.inner(x.detach()).square().mean().backward()
+        assert self.inner.weight.grad is not None
+        slope, self.inner.weight.grad, self.inner.bias.grad = self.inner.weight.grad, None, None
+        return self.outer(x @ (self.inner.weight.detach() - slope))
+
+
 class Product(nn.Module):
     """``x @ w`` and ``addmm`` with the weight the other way round, as Hugging Face's Conv1D has it."""
 
@@ -181,6 +196,16 @@ class Elsewise(nn.Module):
         return torch.stack([self.mapped(row) for row in x])
 
 
+class ComplexWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6, dtype=torch.complex128)
+        self.factor = nn.Parameter(torch.randn(6, 6, dtype=torch.complex128) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x.to(torch.complex128)) @ self.factor).real
+
+
 class Masked(nn.Module):
     """In training, the second half of the batch never reaches the weight."""
 
@@ -200,10 +225,12 @@ MODULES = [
     CustomFunction,
     HandMadeCheckpoint,
     Penalised,
+    Inward,
     Product,
     Convolutions,
     Attention,
     Elsewise,
+    ComplexWeights,
     Masked,
 ]
 

@@ -163,6 +163,13 @@ def test_a_frozen_tied_weight_has_one_value(schedule: Schedule) -> None:
     assert torch.equal(tables[0], First().embedding.weight)
 
 
+def mixed_whole(stage: int) -> nn.Module:
+    """Its head is frozen."""
+    module = Whole()
+    module.last.head.weight.requires_grad_(False)
+    return module
+
+
 class Narrow(Build):
     """The head is a row shorter than the embedding."""
 
@@ -185,6 +192,11 @@ class Narrow(Build):
             r"embedding.weight of stage 0: trained float64\[11, 6\], head.weight of stage 1: trained float64\[10, 6\]",
         ),
         (Frozen(2, 0), TIED, r"embedding.weight of stage 0: frozen float64.*, head.weight of stage 1: trained float64"),
+        (
+            mixed_whole,
+            [["first.embedding.weight", "last.head.weight"]],
+            r"first.embedding.weight of stage 0: trained float64\[11, 6\], last.head.weight of stage 0: frozen float64",
+        ),
     ],
 )
 def test_what_cannot_be_tied_is_refused_when_built(build: Any, tied: Any, message: str) -> None:

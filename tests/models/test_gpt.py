@@ -2,13 +2,14 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from stagewright.models import GPTConfig, GPTStage, build_gpt, build_gpt_stage, token_loss
+from stagewright.models import TIED_WEIGHTS, GPTConfig, GPTStage, build_gpt, build_gpt_stage, token_loss
 
 NUM_LAYERS = 5
 
@@ -55,6 +56,17 @@ def test_the_stages_composed_are_the_whole_model(num_stages: int, dropout: float
     assert gradients.keys() == expected.keys() == dict(whole.named_parameters()).keys()
     for name, gradient in expected.items():
         assert torch.equal(gradients[name], gradient), name
+
+
+def test_the_gradient_of_a_tied_weight_is_the_sum_over_its_copies() -> None:
+    config = replace(config_with(dropout=0.0), tied=True)
+    tokens, targets = random_tokens(3, 12), random_tokens(3, 12, seed=1)
+    whole = build_gpt(config, seed=4, dtype=torch.float64)
+    expected_loss, expected = loss_and_gradients([whole], tokens, targets, microbatch_seed=77)
+    loss, gradients = loss_and_gradients(build_stages(config, 3), tokens, targets, microbatch_seed=77)
+    assert torch.equal(loss, expected_loss)
+    summed = gradients[TIED_WEIGHTS[0]] + gradients[TIED_WEIGHTS[1]]
+    assert torch.allclose(summed, expected[TIED_WEIGHTS[0]], rtol=1e-12, atol=0)
 
 
 def test_each_microbatch_has_its_own_masks_and_repeats_them_in_any_order() -> None:

@@ -2,12 +2,13 @@
 
 import hashlib
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from stagewright.models import GPTConfig, build_gpt, build_gpt_stage, derive_seed
+from stagewright.models import TIED_WEIGHTS, GPTConfig, build_gpt, build_gpt_stage, derive_seed
 from stagewright.models.initialise import initialise
 
 CONFIG = GPTConfig(vocab_size=61, num_layers=7, hidden_size=24, num_heads=3, sequence_length=16)
@@ -29,6 +30,24 @@ def test_every_cut_starts_from_the_same_parameters_bit_for_bit(num_stages: int) 
     assert list(union) == list(whole)
     for name, parameter in whole.items():
         assert torch.equal(union[name], parameter), name
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 7])
+def test_tied_weights_start_equal_wherever_they_are_and_leave_all_others_as_they_were(num_stages: int) -> None:
+    tied, untied = (union_of_stages(config, num_stages, seed=5) for config in (replace(CONFIG, tied=True), CONFIG))
+    first, second = TIED_WEIGHTS
+    assert torch.equal(tied[second], untied[first])
+    assert not torch.equal(untied[second], untied[first])
+    assert all(torch.equal(tied[name], untied[name]) for name in untied if name != second)
+
+
+def test_on_one_stage_the_tied_weight_is_one_parameter() -> None:
+    whole = build_gpt(replace(CONFIG, tied=True))
+    assert whole.head is not None
+    assert whole.embedding is not None
+    assert whole.head.projection.weight is whole.embedding.tokens.weight
+    assert TIED_WEIGHTS[0] in dict(whole.named_parameters())
+    assert TIED_WEIGHTS[1] not in dict(whole.named_parameters())
 
 
 def test_parameters_are_named_by_global_layer() -> None:

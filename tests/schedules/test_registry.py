@@ -7,6 +7,7 @@ import pytest
 
 from stagewright.schedules import Schedule, ScheduleError, create, find, names, register, registry, verify
 from stagewright.schedules.instructions import Backward, Forward
+from stagewright.schedules.library import OneFOneB
 from stagewright.schedules.registry import schedules
 from stagewright.schedules.schedule import Order
 
@@ -100,6 +101,20 @@ def test_a_schedule_of_ones_own_works_wherever_a_name_does() -> None:
     ]
     verify(program)
     assert register(Lockstep) is Lockstep, "the same class may come again, as when its module is reloaded"
+
+
+@pytest.mark.usefixtures("empty_registry")
+def test_aliases_are_not_handed_down() -> None:
+    @register
+    @dataclass(frozen=True)
+    class Mine(OneFOneB):
+        """1F1B under another name."""
+
+        name: ClassVar[str] = "mine"
+        summary: ClassVar[str] = "1f1b, derived"
+
+    assert find("mine") is Mine
+    assert find("dapple") is OneFOneB
 
 
 @pytest.mark.usefixtures("empty_registry")

@@ -1,0 +1,76 @@
+"""Feed: what one rank takes of a batch, cut into microbatches."""
+
+from collections.abc import Collection, Mapping
+
+from stagewright.engine.batch import split, split_keywords
+from stagewright.engine.loss import BatchLoss, LossFunction
+from stagewright.engine.run import Run
+from stagewright.engine.value import Value
+
+
+class Feed:
+    """Makes runs of batches.
+
+    Args:
+        rank: this one.
+        stages: its stages.
+        num_stages: of the model.
+        loss_fn: of one microbatch.
+        split_spec: keyword argument -> the dimension to cut.
+        per_update: microbatches whose gradients go into one update.
+        allows_counts: whether a loss may come as (sum, count).
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        stages: Collection[int],
+        num_stages: int,
+        loss_fn: LossFunction | None,
+        split_spec: Mapping[str, int | None],
+        *,
+        per_update: int,
+        allows_counts: bool,
+    ) -> None:
+        self._rank = rank
+        self._owns_first = 0 in stages
+        self._owns_last = num_stages - 1 in stages
+        self._loss_fn = loss_fn
+        self._split_spec = split_spec
+        self._per_update = per_update
+        self._allows_counts = allows_counts
+
+    def loss(self, x: Value, y: Value, num_microbatches: int) -> BatchLoss:
+        """The loss of a batch, still empty.
+
+        Raises:
+            ValueError: nobody has said what the loss is, or the target cannot be cut.
+        """
+        if self._loss_fn is None:
+            raise ValueError("training and evaluation need a loss: give the Pipeline a loss_fn")
+        targets = split(y if self._owns_last else None, num_microbatches, "y")
+        inputs = split(x if self._owns_last and y is None else None, num_microbatches, "x")
+        return BatchLoss(self._loss_fn, targets, inputs, per_update=self._per_update, allows_counts=self._allows_counts)
+
+    def run(
+        self,
+        step: int,
+        x: Value,
+        keywords: Mapping[str, Value],
+        num_microbatches: int,
+        loss: BatchLoss | None,
+        *,
+        train: bool,
+    ) -> Run:
+        """A run of a batch.
+
+        Raises:
+            ValueError: there is no input where one is needed, or something cannot be cut.
+        """
+        inputs: list[Value] = []
+        if self._owns_first:
+            if x is None:
+                raise ValueError(f"rank {self._rank} owns the first stage, so it needs the batch's input x: got None")
+            inputs = split(x, num_microbatches, "x")
+        cut = split_keywords(keywords, num_microbatches, self._split_spec)
+        return Run(step, inputs, cut, loss, train=train)
