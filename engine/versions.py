@@ -177,7 +177,7 @@ def check_plain(module: nn.Module, trained: Mapping[str, nn.Parameter], num_vers
     for path, submodule in module.named_modules():
         if type(submodule).__name__ in _WRAPPERS:
             raise ValueError(
-                f"{reason}: {type(submodule).__name__} holds on to those that it was made with ({path or 'the stage'}); "
+                f"{reason}: {type(submodule).__name__} keeps those that it was made with ({path or 'the stage'}); "
                 "leave it out, or take a synchronous schedule"
             )
     for name, parameter in trained.items():

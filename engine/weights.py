@@ -133,9 +133,9 @@ def like(parameter: nn.Parameter, data: Tensor, *, hooks: bool = False) -> nn.Pa
     vars(other).update(vars(parameter))
     if hooks:
         for hook in (parameter._backward_hooks or {}).values():
-            other.register_hook(hook)
+            other.register_hook(hook)  # type: ignore[no-untyped-call]
         for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-            other.register_post_accumulate_grad_hook(hook)
+            other.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return other
 
 

@@ -113,7 +113,7 @@ class WindowedTraining:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict``; the modules have loaded the newest version.
 
-        The state of another schedule, or of another number of microbatches, tells the weights and no more: then the rule
+        The state of another schedule, or number of microbatches, tells the weights and no more: then the rule
         of versions starts anew.
         """
         goes_on = state.get("schedule") == repr(self._schedule)

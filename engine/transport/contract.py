@@ -46,12 +46,14 @@ class Session:
         fixed_shapes: a message of one run has the layout that it had in the first.
         num_microbatches: of one batch, where microbatches count on from batch to batch; those of later batches have the
             layouts of the first one's.
-        layouts: those layouts, by line, stage and microbatch.
+        layouts: those layouts, by line, stage and microbatch, and which message of its line told each.
+        num_messages: so many were sent or posted on each line.
     """
 
     fixed_shapes: bool
     num_microbatches: int | None = None
-    layouts: dict[tuple[Line, int, int], Layout] = field(default_factory=dict)
+    layouts: dict[tuple[Line, int, int], tuple[int, Layout]] = field(default_factory=dict)
+    num_messages: dict[Line, int] = field(default_factory=dict)
 
 
 class Receipt(Protocol):

@@ -95,16 +95,17 @@ class DeviceTransport:
     def send(self, channel: Channel, packed: Packed, stage: int, microbatch: int) -> None:
         """Queue a message's tensors; before them its layout, where the other side cannot know it."""
         key = self._key(channel, stage, microbatch)
-        known = self._known(key)
-        if known is None:
-            text = torch.frombuffer(bytearray(write_layout(packed.layout)), dtype=torch.uint8)
-            self._host.send(channel, pack(text, "a message", "layout"), stage, microbatch)
-            self.learn(key, packed.layout)
-        elif known != packed.layout:
+        index = self._count(channel)
+        _, layout = self._session.layouts.get(key, (0, packed.layout))
+        if layout != packed.layout:
             raise ValueError(
                 f"what crosses keeps its shapes after the first step: microbatch {microbatch} of stage {stage} got "
-                f"{_described(known)} then, and {_described(packed.layout)} now; give the Pipeline dynamic_shapes=True"
+                f"{_described(layout)} then, and {_described(packed.layout)} now; give the Pipeline dynamic_shapes=True"
             )
+        if self._known(channel, key, index) is None:
+            text = torch.frombuffer(bytearray(write_layout(packed.layout)), dtype=torch.uint8)
+            self._host.send(channel, pack(text, "a message", "layout"), stage, microbatch)
+            self.learn(key, index, packed.layout)
         communicator = self._communicator(channel)
         under_way = self._under_way[channel.line]
         under_way.extend(communicator.send(_as_bytes(tensor)) for tensor in packed.tensors if tensor.numel())
@@ -114,9 +115,10 @@ class DeviceTransport:
     def post(self, channel: Channel, stage: int, microbatch: int) -> Receipt:
         """Queue the receives of a message, at once where its layout is known, else when it is waited for."""
         key = self._key(channel, stage, microbatch)
-        layout = self._known(key)
+        index = self._count(channel)
+        layout = self._known(channel, key, index)
         source = None if layout is not None else self._host.post(channel, stage, microbatch)
-        receipt = _DeviceReceipt(self, channel, key, layout, source)
+        receipt = _DeviceReceipt(self, channel, key, index, layout, source)
         unposted = self._unposted[channel.line]
         unposted.append(receipt)
         if layout is not None and len(unposted) == 1:
@@ -156,17 +158,25 @@ class DeviceTransport:
         ]
         return tensors, [communicator.receive(_as_bytes(tensor)) for tensor in tensors if tensor.numel()]
 
-    def learn(self, key: Key, layout: Layout) -> None:
-        """Remember a message's layout for the next run."""
+    def learn(self, key: Key, index: int, layout: Layout) -> None:
+        """Remember the layout that the index-th message of a line had, for later ones of its key."""
         if self._session.fixed_shapes:
-            self._session.layouts[key] = layout
+            self._session.layouts.setdefault(key, (index, layout))
 
     def _key(self, channel: Channel, stage: int, microbatch: int) -> Key:
         period = self._session.num_microbatches
         return channel.line, stage, microbatch if period is None else microbatch % period
 
-    def _known(self, key: Key) -> Layout | None:
-        return self._session.layouts.get(key) if self._session.fixed_shapes else None
+    def _count(self, channel: Channel) -> int:
+        """The number of the next message of a line, which both its ends count alike."""
+        index = self._session.num_messages.get(channel.line, 0)
+        self._session.num_messages[channel.line] = index + 1
+        return index
+
+    def _known(self, channel: Channel, key: Key, index: int) -> Layout | None:
+        """The layout of a message, if both ends know it: the receiver has taken all that came ``depth`` before it."""
+        told, layout = self._session.layouts.get(key, (index, None))
+        return layout if told <= index - channel.depth else None
 
     def _communicator(self, channel: Channel) -> Communicator:
         communicator = self._communicators[channel.line]
@@ -180,10 +190,11 @@ class _DeviceReceipt:
         transport: DeviceTransport,
         channel: Channel,
         key: Key,
+        index: int,
         layout: Layout | None,
         source: Receipt | None,
     ) -> None:
-        self._transport, self._channel, self._key = transport, channel, key
+        self._transport, self._channel, self._key, self._index = transport, channel, key, index
         self._layout, self._source = layout, source
         self._tensors: list[Tensor] = []
         self._tickets: list[Ticket] = []
@@ -195,7 +206,7 @@ class _DeviceReceipt:
             assert self._source is not None, "a layout is either known or on its way"
             (text,) = self._source.wait().tensors
             self._layout = read_layout(bytes(text.numpy().data))
-            self._transport.learn(self._key, self._layout)
+            self._transport.learn(self._key, self._index, self._layout)
         self._tensors, self._tickets = self._transport.receive(self._channel, self._layout)
         self.is_posted = True
 

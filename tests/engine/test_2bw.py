@@ -129,5 +129,5 @@ def test_equals_the_plain_loop_in_processes(num_ranks: int) -> None:
 def test_whatever_drains_it_training_goes_on_by_the_same_rule(
     shape: tuple[int, int], actions: dict[int, Action], max_norm: float | None
 ) -> None:
-    """The older version is kept: the next batch runs on it, as if nobody had looked. What is evaluated is the newest."""
+    """The older version is kept: the next batch runs on it, as if nobody had looked. The newest one is evaluated."""
     assert_trains_as_plainly(Case(*shape, num_batches=7, actions=actions, max_norm=max_norm))

@@ -96,7 +96,7 @@ def test_a_step_waits_for_the_reductions_of_the_other_replicas() -> None:
 
 
 def test_scalars_wait_for_every_rank() -> None:
-    """Rank 1 keeps back a gradient until after a step, for which it needs scalars that rank 0 makes of that gradient."""
+    """Rank 1 keeps back a gradient until after a step that needs the scalars which rank 0 makes of that gradient."""
     agreed = (("0B1,0STEP@1", "0B1,SYNC_SCALARS,0STEP@1"), ("1STEP@1", "SYNC_SCALARS,1STEP@1"))
     verify(program_of(TWO_RANKS, *agreed))
     program = program_of(TWO_RANKS, *agreed, ("1SEND_B1,SYNC_SCALARS,1STEP@1", "SYNC_SCALARS,1STEP@1,1SEND_B1"))
