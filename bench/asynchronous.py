@@ -68,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = _table()
     missed = False
     for case in _cases(parsed.forward, parsed.backward):
+        if case.name not in parsed.stages:
+            continue
         periods = measure(case, parsed.batches, parsed.rounds)
         table.add_row(*cells_of(case, periods))
         missed |= case.barred and gain(periods) < LEAST_SHARE * case.ideal
@@ -85,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m stagewright.bench.asynchronous", description=__doc__)
+    parser.add_argument(
+        "--stages", nargs="+", choices=("sleep", "work"), default=["sleep", "work"], help="what they do (default both)"
+    )
     parser.add_argument("--forward", type=float, default=10.0, metavar="MS", help="a forward's sleep (default 10 ms)")
     parser.add_argument("--backward", type=float, default=20.0, metavar="MS", help="a backward's sleep (default 20 ms)")
     parser.add_argument("--batches", type=int, default=10, metavar="N", help="counted in each run (default 10)")

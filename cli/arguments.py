@@ -22,8 +22,8 @@ examples:
   stagewright train --schedule gpipe --ranks 4           the same model and the same losses, another schedule
   stagewright train --schedule 2bw --ranks 4             without flushes, on weights that are one update old
 
-A schedule of your own is one decorated class in a module: --schedule-module my_schedules makes its name known to show,
-compare and train. `stagewright COMMAND --help` says more about each command.
+A schedule of your own is one decorated class in a module: --schedule-module my_schedules makes its name known to list,
+show, compare and train. `stagewright COMMAND --help` says more about each command.
 """
 
 TRAIN_EXAMPLES = """\
@@ -68,7 +68,10 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    commands.add_parser("list", help="name the schedules, one line each", description="Name the schedules.")
+    listing = commands.add_parser("list", help="name the schedules, one line each", description="Name the schedules.")
+    listing.add_argument(
+        "--schedule-module", metavar="MODULE", help="import this module first, for the schedules it registers"
+    )
     show_command.add_parser(commands)
     compare_command.add_parser(commands)
     verify_command.add_parser(commands)

@@ -22,7 +22,7 @@ from stagewright.schedules.instructions import (
 _DENOMINATORS: Final[dict[Measure, str]] = {
     "makespan": "idle / (ranks x makespan)",
     "span": "idle / longest rank's span",
-    "steady": "idle of busiest rank / steady period",
+    "steady": "idle / steady period, busiest rank",
 }
 # Batches of a simulation that shows an asynchronous pipeline once it is full.
 _STEADY_BATCHES: Final = 4

@@ -13,6 +13,7 @@ from stagewright.cli.report import MetricsError
 from stagewright.cli.show import list_schedules
 from stagewright.cli.torchrun import is_first_rank
 from stagewright.schedules import ScheduleError
+from stagewright.schedules.arguments import import_schedules
 
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -26,8 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         match parsed.command:
             case "list":
-                list_schedules(Console())
-                return 0
+                return run_list(parsed)
             case "show":
                 return show_command.run(parsed)
             case "compare":
@@ -40,6 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A terminal shows ^C, and maybe half a progress bar, on the line where the cursor stands.
         sys.stderr.write("\ninterrupted\n" if sys.stderr.isatty() else "interrupted\n")
         return EXIT_INTERRUPTED
+
+
+def run_list(parsed: argparse.Namespace) -> int:
+    """Name the schedules."""
+    try:
+        import_schedules(parsed.schedule_module)
+    except ScheduleError as error:
+        return complain("list", error)
+    list_schedules(Console())
+    return 0
 
 
 def run_train(parsed: argparse.Namespace) -> int:

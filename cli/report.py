@@ -167,7 +167,7 @@ def closing_table(settings: TrainSettings, result: TrainResult) -> Table:
     table.add_row("weights validated", f"version {result.version}", which_version(schedule))
     table.add_row("unigram byte model", f"{result.unigram_bits:.4f}", "bits per byte, on the same files")
     if result.loss_scale is not None:
-        table.add_row("loss scale", f"{result.loss_scale:.0f}", "at the end; halved by every overflow")
+        table.add_row("loss scale", f"{result.loss_scale:.0f}", "at the end; an overflow halves it")
     table.add_row("speed", f"{result.tokens_per_second:.0f}", "tokens/s")
     table.add_row("bubble fraction", "", bubble.denominator)
     if bubble.formula is not None:
@@ -192,7 +192,7 @@ def which_version(schedule: Schedule) -> str:
     if schedule.synchronous:
         return "the newest"
     staleness = schedule.update_rule.max_staleness
-    return f"newest; gradients up to {counted(staleness, 'update')} old"
+    return f"gradients up to {counted(staleness, 'update')} old"
 
 
 def print_result(settings: TrainSettings, result: TrainResult, console: Console) -> None:

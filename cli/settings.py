@@ -43,6 +43,11 @@ class TrainSettings:
         return self.accumulate * self.batch_size * self.sequence
 
     @property
+    def ties_stages(self) -> bool:
+        """Whether stages share a weight; a single one has it once by itself."""
+        return self.tie and self.schedule.num_stages > 1
+
+    @property
     def reporter(self) -> int:
         """The rank that reports: the first one that has the last stage, and so the loss.
 

@@ -12,6 +12,7 @@ from stagewright.cli.settings import TrainSettings
 from stagewright.cli.torchrun import torchrun_num_ranks, torchrun_rank
 from stagewright.cli.trainer import gpt_config, train
 from stagewright.engine import RankContext, from_environment, launch_local
+from stagewright.engine.plan import plan_of, windows_of
 from stagewright.models import layers_of_stage
 from stagewright.schedules import ScheduleError
 
@@ -35,11 +36,20 @@ def check(settings: TrainSettings) -> Corpus:
         )
     gpt_config(settings)
     layers_of_stage(settings.layers, schedule.num_stages, 0)
-    schedule.program()
+    check_runs(settings)
     corpus = load_corpus(settings.data)
     for data in (corpus.train, corpus.validation):
         Batches(data, settings.sequence, settings.batch_size, settings.seed)
     return corpus
+
+
+def check_runs(settings: TrainSettings) -> None:
+    """Find out whether the engine runs the schedule with these settings. Raises ScheduleError."""
+    schedule = settings.schedule
+    _, asynchronous = plan_of(schedule, schedule.num_ranks, None, {})
+    if asynchronous is not None:
+        tied_stages = frozenset({0, schedule.num_stages - 1}) if settings.ties_stages else frozenset()
+        windows_of(asynchronous, tied_stages, scalars=settings.clip is not None or settings.dtype == "float16")
 
 
 def run(settings: TrainSettings, corpus: Corpus, console: Console) -> None:

@@ -82,8 +82,7 @@ def open_pipeline(context: RankContext, settings: TrainSettings) -> Pipeline:
         transport=context.transport,
         seed=settings.seed,
         recompute=settings.recompute,
-        # A single stage has one tied weight by itself.
-        tied=[TIED_WEIGHTS] if settings.tie and schedule.num_stages > 1 else [],
+        tied=[TIED_WEIGHTS] if settings.ties_stages else [],
         max_norm=settings.clip,
         master_weights=settings.dtype in ("bfloat16", "float16"),
         loss_scale="dynamic" if settings.dtype == "float16" else None,

@@ -63,6 +63,8 @@ class Plans:
             for group in self._optimizer.param_groups
         ]
         self._noted.update(dict.fromkeys(updates, settings))
+        # A scheduler that goes on before the update is made need not warn: its rate is the one noted.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def clear(self) -> None:
         """Forget what was noted."""

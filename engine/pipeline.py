@@ -275,6 +275,7 @@ class Pipeline:
         """
         if set(state["stages"]) != set(self._stages):
             raise ValueError(f"this rank owns the stages {list(self._stages)}: the state has {sorted(state['stages'])}")
+        self._training.settle(self.num_steps)
         for stage, weights in state["stages"].items():
             self._assembly.weights[stage].use(None)
             self._stages[stage].module.load_state_dict(weights)
@@ -284,14 +285,19 @@ class Pipeline:
         self.num_steps = state["num_steps"]
 
     def close(self) -> None:
-        """Release the transport; also at the end of a ``with`` block."""
+        """Release the transport; what is in flight is lost, unless ``flush`` was called before."""
         self._transport.close()
 
     def __enter__(self) -> "Pipeline":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Flush, unless the block has failed, and close."""
+        try:
+            if kind is None:
+                self.flush()
+        finally:
+            self.close()
 
     def _train(self, updates: bool, x: Value, y: Value, keywords: Mapping[str, Value]) -> Tensor | None:
         count = self.num_microbatches

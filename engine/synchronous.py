@@ -51,6 +51,9 @@ class SynchronousTraining:
     def drain(self, step: int) -> None:
         """Nothing is in flight between batches."""
 
+    def settle(self, step: int) -> None:
+        """Nothing is in flight, even after a failure."""
+
     def refuse_to_stop(self) -> None:
         """Gradients lie ready after every batch."""
 

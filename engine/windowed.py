@@ -93,6 +93,13 @@ class WindowedTraining:
             weights.use(None)
         assert self._mail.is_empty, "a drained pipeline has nothing in flight"
 
+    def settle(self, step: int) -> None:
+        """Drain, or after a failure forget what is in flight."""
+        if not self._has_failed:
+            self.drain(step)
+        self._mail.clear()
+        self._has_failed = False
+
     def refuse_to_stop(self) -> None:
         """There is no moment at which gradients of one batch lie ready.
 
@@ -122,8 +129,6 @@ class WindowedTraining:
         for stage, weights in self._assembly.weights.items():
             weights.renumber(newest, state["older_versions"][stage] if goes_on else {})
         self._assembly.updater.resume(newest)
-        self._mail.clear()
-        self._has_failed = False
 
     def _run(self, piece: Piece, run: Run) -> Program:
         executor = self._executors.get(piece.name)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias
 
 import torch
 
@@ -13,6 +13,12 @@ Kind: TypeAlias = Literal["activation", "gradient", "replica", "tied", "gather",
 
 # source, destination, kind: what tells one channel from another
 Line: TypeAlias = tuple[int, int, Kind]
+
+# Why a run cannot begin.
+OCCUPIED: Final = (
+    "another pipeline has microbatches in flight on this transport: call its flush() before, or give each pipeline a "
+    "transport of its own"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,7 @@ class DeviceTransport:
         self._communicators: dict[Line, Communicator | None] = {}
         self._unposted: dict[Line, deque[_DeviceReceipt]] = {}
         self._session = Session(fixed_shapes=False)
+        self._num_taken: dict[Line, int] = {}  # on each line, when the run began
         self._under_way: dict[Line, deque[Ticket]] = {}
 
     @property
@@ -91,6 +92,7 @@ class DeviceTransport:
         """Start one run; layouts that the session knows are not sent again."""
         self._host.begin(session)
         self._session = session
+        self._num_taken = dict(session.num_messages)
 
     def send(self, channel: Channel, packed: Packed, stage: int, microbatch: int) -> None:
         """Queue a message's tensors; before them its layout, where the other side cannot know it."""
@@ -174,9 +176,12 @@ class DeviceTransport:
         return index
 
     def _known(self, channel: Channel, key: Key, index: int) -> Layout | None:
-        """The layout of a message, if both ends know it: the receiver has taken all that came ``depth`` before it."""
+        """The layout of a message, if both ends know it.
+
+        The receiver has taken all messages of earlier runs, and those that came ``depth`` or more before this one.
+        """
         told, layout = self._session.layouts.get(key, (index, None))
-        return layout if told <= index - channel.depth else None
+        return layout if told < max(index - channel.depth + 1, self._num_taken.get(channel.line, 0)) else None
 
     def _communicator(self, channel: Channel) -> Communicator:
         communicator = self._communicators[channel.line]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stagewright.engine.errors import PeerError
 from stagewright.engine.transport.capacity import Capacity
-from stagewright.engine.transport.contract import Channel, Kind, Line, Receipt, Session, Transport
+from stagewright.engine.transport.contract import OCCUPIED, Channel, Kind, Line, Receipt, Session, Transport
 from stagewright.engine.transport.frame import FrameCodec
 from stagewright.engine.value import Packed, pack
 
@@ -117,11 +117,8 @@ class GlooTransport:
         """
         if self._failure is not None:
             raise PeerError(f"the pipeline cannot go on after a failure: {self._failure}")
-        if any(line.num_awaited for line in self._lines.values() if line.channel.kind in ("activation", "gradient")):
-            raise ValueError(
-                "another pipeline has microbatches in flight on this transport: call its flush() before, or give each "
-                "pipeline a transport of its own"
-            )
+        if any(line.num_awaited for line in self._lines.values()):
+            raise ValueError(OCCUPIED)
         for line in self._lines.values():
             line.capacity.begin()
             line.num_messages = 0

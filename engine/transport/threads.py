@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 
 from stagewright.engine.errors import PeerError
-from stagewright.engine.transport.contract import Channel, Kind, Line, Receipt, Session, Transport
+from stagewright.engine.transport.contract import OCCUPIED, Channel, Kind, Line, Receipt, Session, Transport
 from stagewright.engine.value import Packed
 
 # source, destination, kind, index
@@ -86,14 +86,14 @@ class Hub:
 
 
 class _ThreadReceipt:
-    __slots__ = ("_hub", "_key")
+    __slots__ = ("_key", "_transport")
 
-    def __init__(self, hub: Hub, key: Key) -> None:
-        self._hub, self._key = hub, key
+    def __init__(self, transport: "ThreadTransport", key: Key) -> None:
+        self._transport, self._key = transport, key
 
     def wait(self) -> Packed:
         """Block until the message is there."""
-        return self._hub.take(self._key)
+        return self._transport.take(self._key)
 
 
 class ThreadTransport:
@@ -111,6 +111,7 @@ class ThreadTransport:
         self.baton: AbstractContextManager[object] = hub.baton
         self._hub = hub
         self._num_messages: dict[Line, int] = {}
+        self._num_awaited = 0
         self._num_gathers = 0
 
     @property
@@ -122,7 +123,13 @@ class ThreadTransport:
         """Nothing to make ready."""
 
     def begin(self, session: Session) -> None:
-        """Nothing to prepare: messages are counted on and on."""
+        """Nothing to prepare: messages are counted on and on.
+
+        Raises:
+            ValueError: another pipeline has something in flight here.
+        """
+        if self._num_awaited:
+            raise ValueError(OCCUPIED)
 
     def send(self, channel: Channel, packed: Packed, stage: int, microbatch: int) -> None:
         """Hand over a copy, as a wire would: the receiver may write into it."""
@@ -131,7 +138,14 @@ class ThreadTransport:
 
     def post(self, channel: Channel, stage: int, microbatch: int) -> Receipt:
         """Reserve the next message of a channel."""
-        return _ThreadReceipt(self._hub, self._next(channel))
+        self._num_awaited += 1
+        return _ThreadReceipt(self, self._next(channel))
+
+    def take(self, key: Key) -> Packed:
+        """Wait for a message that was posted."""
+        packed = self._hub.take(key)
+        self._num_awaited -= 1
+        return packed
 
     def end(self) -> None:
         """Nothing is under way once it was handed over."""

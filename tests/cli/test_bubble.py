@@ -55,7 +55,7 @@ def test_an_asynchronous_schedule_is_busy_for_a_whole_period_once_it_is_full(nam
     schedule = create(name, num_ranks=3, num_microbatches=4)
     timeline = simulate(schedule.program(), Costs(forward=1, backward=2))
     bubble = compare(schedule, [timeline] * 3, seconds=15)
-    assert bubble.denominator == "idle of busiest rank / steady period"
+    assert bubble.denominator == "idle / steady period, busiest rank"
     assert (bubble.formula, bubble.formula_text) == (0, "0")
     assert (bubble.simulated, bubble.measured) == pytest.approx((0, 3 / 15), abs=1e-9)
 

@@ -20,7 +20,7 @@ from stagewright.cli.report import Silence
 from stagewright.cli.settings import TrainSettings
 from stagewright.cli.trainer import learning_rate, train
 from stagewright.engine import RankContext, launch_local
-from stagewright.schedules import ScheduleError, create, find, names
+from stagewright.schedules import create, find, names
 
 SHAPE: dict[str, Any] = {"layers": 4, "hidden": 16, "heads": 2, "sequence": 16, "batch_size": 8, "steps": 12, "seed": 1}
 SHAPE_FLAGS = [part for name, value in SHAPE.items() for part in (f"--{name.replace('_', '-')}", str(value))]
@@ -145,12 +145,6 @@ def test_pipedream_updates_after_every_microbatch_and_learns_faster(text: Path) 
     assert asynchronous[-1] < synchronous[-1]
 
 
-@pytest.mark.parametrize("settings", [{"clip": 1.0}, {"tie": True}, {"dtype": "float16"}], ids=str)
-def test_pipedream_refuses_what_needs_all_ranks_for_an_update(settings: dict[str, Any], text: Path) -> None:
-    with pytest.raises(ScheduleError, match="pipedream updates each stage by itself after every microbatch"):
-        in_threads("pipedream", 2, text, **settings)
-
-
 def test_the_table_and_the_metrics_say_what_happened(text: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
     done = run(command("--data", text, "--metrics", file))
@@ -201,17 +195,9 @@ def test_an_asynchronous_schedule_is_as_easy(text: Path, tmp_path: Path) -> None
     assert all(line["grad_norm"] > 0 for line in steps[2:])  # the update of a batch comes with the one after the next
     assert (last["version"], last["bubble"]["formula"]) == (12, 0)
     assert 0 <= last["bubble"]["measured"] < 1
-    assert re.search(r"^weights validated +version 12 +newest; gradients up to 1 update old *$", done.stdout, re.M)
-    assert re.search(r"^loss scale +65536 +at the end; halved by every overflow *$", done.stdout, re.M)
-    assert re.search(r"^bubble fraction +idle of busiest rank / steady period *$", done.stdout, re.M)
-
-
-def test_a_schedule_that_the_engine_cannot_run_is_wrong_input(text: Path) -> None:
-    done = run(command("--data", text, "--schedule", "seq1f1b", "--ranks", "1", "--quiet"))
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("stagewright train: the engine cannot run seq1f1b: ")
-    assert done.stderr.count("\n") == 1
+    assert re.search(r"^weights validated +version 12 +gradients up to 1 update old *$", done.stdout, re.M)
+    assert re.search(r"^loss scale +65536 +at the end; an overflow halves it *$", done.stdout, re.M)
+    assert re.search(r"^bubble fraction +idle / steady period, busiest rank *$", done.stdout, re.M)
 
 
 def test_interrupting_ends_every_process_without_a_traceback(text: Path) -> None:

@@ -189,7 +189,7 @@ def build_only(context: RankContext, schedule: Schedule, build: Any, deferred: b
     [
         ("dualpipe", Build(0.1), False, "statistics of flat would drift apart; give deferred_batch_norm=True, or"),
         ("chimera", build_instance_norm, True, "would drift apart; give track_running_stats=False, or take a schedule"),
-        ("1f1b", build_compiled, True, "stage 0 is compiled, so nobody can look into its batch norms: leave"),
+        ("1f1b", build_compiled, True, r"stage [01] is compiled, so nobody can look into its batch norms: leave"),
     ],
 )
 def test_what_would_remember_something_wrong_is_refused(name: str, build: Any, deferred: bool, message: str) -> None:
