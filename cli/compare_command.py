@@ -78,6 +78,8 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
     try:
         check_count("--ranks", num_ranks)
         check_count("--microbatches", num_microbatches)
+        if arguments.chunks is not None:
+            check_count("--chunks", arguments.chunks)
         if arguments.memory_cap is not None and not arguments.memory_cap > 0:
             raise ScheduleError(f"--memory-cap is above zero: got {arguments.memory_cap:g}")
         import_schedules(arguments.schedule_module)

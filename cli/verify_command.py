@@ -84,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(summary(program, name, arguments.semantics))
     except ScheduleError as error:
         sys.stderr.write(f"{name}: {error}\n")
+        if arguments.microbatches is None and error.rule == "gradient missing":
+            sys.stderr.write("where the file holds several batches, say --microbatches: those of one batch\n")
         return EXIT_ILLEGAL
     return 0
 
@@ -106,6 +108,8 @@ def read(file: str) -> str:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is no text in UTF-8: {error.reason} at byte {error.start}") from error
+    if not text.strip():
+        raise ValueError(f"{file} is empty: there is nothing to prove")
     if (num_lines := text.count("\n")) > MAX_RANKS:
         raise ValueError(f"{file} has {num_lines} lines: too many for a program, at most {MAX_RANKS} ranks")
     return text

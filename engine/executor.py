@@ -21,6 +21,7 @@ from stagewright.engine.transport.contract import Session
 from stagewright.engine.value import pack_input
 from stagewright.schedules import Instruction, Program
 from stagewright.schedules import instructions as ins
+from stagewright.schedules.windows import later
 
 Action = Callable[[], None]
 
@@ -97,7 +98,8 @@ class Executor:
             stage.clear()
         if isinstance(error, PeerError):
             return
-        at = self._stream[index] if index < len(self._stream) else "the end of the program"
+        later_numbers = self._run.later_microbatches, self._run.later_versions
+        at = later(self._stream[index], *later_numbers) if index < len(self._stream) else "the end of the program"
         where = f"rank {self._transport.rank} failed at {at} (step {self._run.step})"
         error.add_note(where)
         self._transport.abort(f"{where}: {type(error).__name__}: {error}")

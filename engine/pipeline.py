@@ -240,6 +240,8 @@ class Pipeline:
     def trace(self) -> Timeline:
         """When each instruction of the last training step ran, on all ranks, in seconds; every rank calls this alike.
 
+        Where there is no flush, microbatches and versions have the numbers of an early batch.
+
         Raises:
             ValueError: there was no training step yet.
         """

@@ -56,7 +56,9 @@ def windows_of(schedule: AsynchronousSchedule, tied_stages: frozenset[int], *, s
     Raises:
         ScheduleError: an update after every microbatch would need values of all ranks.
     """
-    if (scalars or tied_stages) and schedule.microbatches_per_update < schedule.num_microbatches:
+    rule = schedule.update_rule
+    together = rule.microbatches_per_update == schedule.num_microbatches and len(set(rule.num_versions)) == 1
+    if (scalars or tied_stages) and not together:
         raise ScheduleError(
             f"{schedule.name} updates each stage by itself after every microbatch, each with another delay: gradient "
             "norms, loss scales, counts and tied weights, which belong to one update of all stages, need 2bw or a "

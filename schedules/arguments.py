@@ -3,10 +3,15 @@
 import argparse
 import importlib
 from collections.abc import Sequence
+from typing import Final
 
 from stagewright.schedules.errors import ScheduleError
 from stagewright.schedules.registry import create
 from stagewright.schedules.schedule import Schedule
+
+
+# Options that the other flags say.
+RESERVED: Final = ("name", "num_ranks", "num_microbatches", "num_chunks", "costs")
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, schedule: str = "1f1b", num_ranks: int = 2) -> None:
@@ -76,8 +81,9 @@ def import_schedules(module: str | None) -> None:
     if module is not None:
         try:
             importlib.import_module(module)
-        except ImportError as error:
-            raise ScheduleError(f"--schedule-module {module}: {error}") from error
+        except Exception as error:  # whatever the user's module raises
+            what = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+            raise ScheduleError(f"--schedule-module {module}: {what}{error}") from error
 
 
 def read_options(texts: Sequence[str]) -> dict[str, object]:
@@ -91,13 +97,15 @@ def read_options(texts: Sequence[str]) -> dict[str, object]:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
             raise ScheduleError(f"an option of a schedule is written NAME=VALUE, such as num_waves=2: got {text!r}")
+        if name in RESERVED:
+            raise ScheduleError(f"--schedule-option {text}: {name} has a flag of its own")
         options[name] = _read_value(value)
     return options
 
 
 def _read_value(text: str) -> object:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
+    if text.lower() in ("true", "false", "yes", "no", "on", "off"):
+        return text.lower() in ("true", "yes", "on")
     for kind in (int, float):
         try:
             return kind(text)

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from math import inf, isfinite
+from math import inf
 from typing import Final, TypeAlias
 
 from stagewright.schedules.errors import ScheduleError
 
 PerStage: TypeAlias = float | Sequence[float]
+
+# Beyond this, sums of costs would no longer tell one instruction from another.
+_MOST: Final = 1e30
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ class Costs:
             if field.name == "bandwidth":
                 if not self.bandwidth > 0:
                     raise ScheduleError(f"a bandwidth is above zero, infinite by default: got {self.bandwidth}")
-            elif not all(number >= 0 and isfinite(number) for number in numbers):
-                raise ScheduleError(f"costs are finite and zero or more: got {field.name}={value}")
+            elif not all(0 <= number <= _MOST for number in numbers):
+                raise ScheduleError(f"costs are finite, at most {_MOST:g}, and zero or more: got {field.name}={value}")
 
     def scaled(self, share: float) -> "Costs":
         """The costs of a stage that is so large a share of this one: it computes, updates and stashes that share.

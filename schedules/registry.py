@@ -9,6 +9,16 @@ from typing import Final, TypeVar
 from stagewright.schedules.errors import ScheduleError
 from stagewright.schedules.schedule import Schedule
 
+_KINDS: Final[Mapping[object, tuple[tuple[type, ...], str]]] = MappingProxyType(
+    {
+        bool: ((bool,), "true or false"),
+        int: ((int,), "a whole number from 1 up"),
+        int | None: ((int,), "a whole number from 1 up"),
+        float: ((int, float), "a number"),
+        float | None: ((int, float), "a number"),
+    }
+)
+
 AnySchedule = TypeVar("AnySchedule", bound=type[Schedule])
 
 # The one table that importing a module may add to: a name must work everywhere once its class exists.
@@ -59,6 +69,17 @@ def find(name: str) -> type[Schedule]:
     raise ScheduleError(f"there is no schedule {name!r}; did you mean {', '.join(close)}?")
 
 
+def check_kinds(kind: type[Schedule], options: Mapping[str, object]) -> None:
+    """Refuse an option whose value is of the wrong kind: ``no`` is true to Python, and would be taken for it."""
+    for field in fields(kind):
+        value = options.get(field.name)
+        types, words = _KINDS.get(field.type, ((), ""))
+        if value is None or not types:
+            continue
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types) or value != value:
+            raise ScheduleError(f"{field.name} is {words}: got {value!r}")
+
+
 def create(name: str, *, num_ranks: int, num_microbatches: int, **options: object) -> Schedule:
     """Make a schedule by name.
 
@@ -79,6 +100,7 @@ def create(name: str, *, num_ranks: int, num_microbatches: int, **options: objec
     if unknown:
         takes = f"it takes {', '.join(known)}" if known else "it takes none"
         raise ScheduleError(f"{kind.name} has no option {unknown[0]!r}: {takes}")
+    check_kinds(kind, options)
     required = [field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING]
     missing = [option for option in required if option not in options and option not in _SHAPE]
     if missing:

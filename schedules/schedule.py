@@ -21,7 +21,7 @@ from stagewright.schedules.instructions import (
 )
 from stagewright.schedules.placement import Placement, linear
 from stagewright.schedules.program import Program, UpdateRule
-from stagewright.schedules.proof import verify
+from stagewright.schedules.proof import complete, verify
 
 Order: TypeAlias = Sequence[Computation | Overlap]
 
@@ -106,17 +106,18 @@ class Schedule(ABC):
         Args:
             steps: batches to unroll, one after the other.
         """
-        if steps < 1:
-            raise ScheduleError(f"a program trains on at least one batch: got steps={steps}")
+        check_count("steps", steps)
         program = self.unverified(steps)
         verify(program)
         return program
 
     def unverified(self, num_batches: int) -> Program:
         """The same program, before anyone has proved it."""
-        return insert_communication(
-            Program(self.streams(num_batches), self.placement, self.num_units, num_batches, self.update_rule)
-        )
+        program = Program(self.streams(num_batches), self.placement, self.num_units, num_batches, self.update_rule)
+        try:
+            return insert_communication(program)
+        except ScheduleError:
+            return complete(program)  # the same, but a refusal shows which instructions wait for which
 
 
 def check_count(field: str, count: object) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from stagewright.schedules import instructions as ins
+from stagewright.schedules.errors import ScheduleError
 from stagewright.schedules.placement import Placement
 
 # The operations as small integers. Up to BACKWARD they compute.
@@ -106,7 +107,11 @@ class Table:
                 self._append_atom(instruction, position)
 
     def _append_atom(self, atom: ins.Instruction, position: int) -> None:
-        operation = OPERATIONS[type(atom)]
+        operation = OPERATIONS.get(type(atom), -1)
+        if operation < 0:
+            raise ScheduleError(
+                f"a stream consists of instructions: got {atom!r}, a {type(atom).__name__}", "instruction"
+            )
         version = getattr(atom, "version", None) if operation <= BACKWARD or operation == STEP else None
         self.operation.append(operation)
         self.stage.append(getattr(atom, "stage", -1))

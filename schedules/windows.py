@@ -156,7 +156,11 @@ class Windows:
             num_drained = num_batches
         schedule = self.schedule
         streams = tuple(
-            tuple(later(instruction, piece) for piece in pieces for instruction in piece.streams[rank])
+            tuple(
+                later(instruction, piece.microbatches, piece.versions)
+                for piece in pieces
+                for instruction in piece.streams[rank]
+            )
             for rank in range(schedule.num_ranks)
         )
         return Program(streams, schedule.placement, schedule.num_microbatches, num_drained, self.update_rule)
@@ -167,14 +171,14 @@ class Windows:
         return Piece((kind, start, index), tuple(streams), microbatches, versions)
 
 
-def later(instruction: Instruction, piece: Piece) -> Instruction:
-    """An instruction of a piece with the numbers that it really has."""
+def later(instruction: Instruction, microbatches: int, versions: int) -> Instruction:
+    """The same instruction with higher numbers."""
     numbers = {}
     microbatch, version = getattr(instruction, "microbatch", None), getattr(instruction, "version", None)
     if microbatch is not None:
-        numbers["microbatch"] = microbatch + piece.microbatches
+        numbers["microbatch"] = microbatch + microbatches
     if version is not None:
-        numbers["version"] = version + piece.versions
+        numbers["version"] = version + versions
     return replace(instruction, **numbers)
 
 

@@ -4,9 +4,14 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Ranks of a test share few cores: one thread each, in this process and in those that it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Nothing asserts how long something took: a shared machine may be slow.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from stagewright.schedules import create
         ("show 1f1b --chunks 3", "got num_chunks=3"),
         ("show 1f1b --costs F=-1", "a cost is a number from 0 up, or one a stage as in F=1:1:2: got 'F=-1'"),
         ("show 1f1b --costs F=1:2", "a sequence of costs has one number a stage: got 2 forward costs for 4 stages"),
-        ("show 1f1b --steps 0", "a program trains on at least one batch: got steps=0"),
+        ("show 1f1b --steps 0", "steps is a whole number from 1 up: got 0"),
         ("show 1f1b --format png", "argument --format: invalid choice: 'png'"),
         ("show 1f1b --palette pink", "argument --palette: invalid choice: 'pink'"),
         ("show 1f1b -o no/such/folder/picture.svg", "No such file or directory: 'no/such/folder/picture.svg'"),

@@ -62,7 +62,6 @@ def test_an_illegal_program_is_refused_with_the_reason(file: Path, capsys: pytes
     ("text", "reason"),
     [
         ("0F0,0B0\n1F0,2FOO\n", "token: rank 1, column 1: '2FOO' is no instruction"),
-        ("", "a program has at least one rank"),
         ("\n\n,,\n", "missing compute: a program computes something"),
         (
             "0F999999999\n",
@@ -182,3 +181,12 @@ def test_garbled_files_never_end_in_a_traceback(file: Path, capsys: pytest.Captu
         codes.add(verify(str(file)))
         capsys.readouterr()
     assert codes == {0, 1}
+
+
+def test_where_there_is_nothing_to_prove_the_exit_code_is_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "program.csv"
+    path.write_text("\n \n")
+    assert verify(str(path)) == 2
+    assert capsys.readouterr().err == f"stagewright verify: {path} is empty: there is nothing to prove\n"

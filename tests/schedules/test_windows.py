@@ -47,7 +47,7 @@ def shapes(name: str, max_ranks: int = 5) -> Iterator[tuple[int, int]]:
 
 
 def tokens(piece: Piece, rank: int) -> str:
-    return " ".join(str(later(instruction, piece)) for instruction in piece.streams[rank])
+    return " ".join(str(later(instruction, piece.microbatches, piece.versions)) for instruction in piece.streams[rank])
 
 
 def assert_legal(program: Program) -> None:
@@ -208,7 +208,7 @@ def test_later_windows_are_one_window_with_other_numbers(name: str) -> None:
         assert windows.window(1001, 0).versions == far.versions + shift // windows.schedule.microbatches_per_update
         for rank in range(windows.schedule.num_ranks):
             computed = [item for item in far.streams[rank] if not is_communication(item)]
-            assert [later(item, far) for item in computed] == list(windows.schedule.window(rank, 1000))
+            assert [later(item, far.microbatches, far.versions) for item in computed] == list(windows.schedule.window(rank, 1000))
 
 
 def is_communication(instruction: Instruction) -> bool:
@@ -234,5 +234,5 @@ def test_a_second_gradient_buffer_is_shown_and_needed() -> None:
 
 
 def test_a_program_has_at_least_one_batch() -> None:
-    with pytest.raises(ScheduleError, match="at least one batch: got steps=0"):
+    with pytest.raises(ScheduleError, match="steps is a whole number from 1 up: got 0"):
         windows_of("2bw", 2, 2).schedule.program(0)
