@@ -9,7 +9,6 @@ from stagewright.schedules.errors import ScheduleError
 from stagewright.schedules.registry import create
 from stagewright.schedules.schedule import Schedule
 
-
 # Options that the other flags say.
 RESERVED: Final = ("name", "num_ranks", "num_microbatches", "num_chunks", "costs")
 

@@ -183,9 +183,7 @@ def test_garbled_files_never_end_in_a_traceback(file: Path, capsys: pytest.Captu
     assert codes == {0, 1}
 
 
-def test_where_there_is_nothing_to_prove_the_exit_code_is_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_there_is_nothing_to_prove_the_exit_code_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "program.csv"
     path.write_text("\n \n")
     assert verify(str(path)) == 2

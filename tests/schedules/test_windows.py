@@ -208,7 +208,8 @@ def test_later_windows_are_one_window_with_other_numbers(name: str) -> None:
         assert windows.window(1001, 0).versions == far.versions + shift // windows.schedule.microbatches_per_update
         for rank in range(windows.schedule.num_ranks):
             computed = [item for item in far.streams[rank] if not is_communication(item)]
-            assert [later(item, far.microbatches, far.versions) for item in computed] == list(windows.schedule.window(rank, 1000))
+            wanted = list(windows.schedule.window(rank, 1000))
+            assert [later(item, far.microbatches, far.versions) for item in computed] == wanted
 
 
 def is_communication(instruction: Instruction) -> bool:
