@@ -6,10 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from stagewright.bench import asynchronous, schedules, staleness
+from stagewright.bench import asynchronous, schedules, split_backward, staleness
 
 BENCHES: Final[Mapping[str, Callable[[Sequence[str]], int]]] = MappingProxyType(
-    {"schedules": schedules.main, "asynchronous": asynchronous.main, "staleness": staleness.main}
+    {
+        "schedules": schedules.main,
+        "split_backward": split_backward.main,
+        "asynchronous": asynchronous.main,
+        "staleness": staleness.main,
+    }
 )
 # Those that train for minutes run only where they are named.
 LONG: Final = ("staleness",)

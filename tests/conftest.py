@@ -1,6 +1,7 @@
 """Shared by all tests."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -8,6 +9,10 @@ from hypothesis import settings
 
 # Ranks of a test share few cores: one thread each, in this process and in those that it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and they all that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Nothing asserts how long something took: a shared machine may be slow.
 settings.register_profile("patient", deadline=None)

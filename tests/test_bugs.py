@@ -1,5 +1,6 @@
 """The bug diary: each test tells a fault that the library once had."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -8,12 +9,19 @@ from torch import Tensor, nn
 
 from stagewright.engine import PeerError, Pipeline, RankContext, RankError, launch_local
 from stagewright.engine.batch import join, split_keywords
-from stagewright.engine.transport.contract import Channel
-from stagewright.engine.transport.device import _as_bytes
+from stagewright.engine.optimizers import Plans
+from stagewright.engine.transport.contract import Channel, Session
+from stagewright.engine.transport.device import DeviceTransport, _as_bytes
 from stagewright.engine.transport.frame import FrameCodec
+from stagewright.engine.transport.threads import Hub, ThreadTransport
 from stagewright.engine.value import pack
-from stagewright.schedules import Program, ScheduleError, simulate, verify
+from stagewright.engine.versions import VersionedWeights
+from stagewright.schedules import Program, ScheduleError, create, simulate, verify
+from stagewright.schedules.asynchronous import AsynchronousSchedule
 from stagewright.schedules.placement import linear
+from stagewright.schedules.windows import Windows
+
+CPU = torch.device("cpu")
 
 
 def test_a_rank_without_work_was_an_index_error() -> None:
@@ -252,8 +260,8 @@ def test_tensors_inside_tuples_among_the_keywords_were_not_cut() -> None:
 
 def alone(module: nn.Module, **options: Any) -> Pipeline:
     """A pipeline of one rank."""
-    options = {"loss_fn": nn.functional.mse_loss, "num_microbatches": 2, **options}
-    return Pipeline({0: module}, schedule="gpipe", **options)
+    options = {"schedule": "gpipe", "loss_fn": nn.functional.mse_loss, "num_microbatches": 2, **options}
+    return Pipeline({0: module}, **options)
 
 
 def test_masters_that_a_trainer_had_stepped_never_reached_the_stage() -> None:
@@ -343,3 +351,99 @@ def test_recompute_showed_a_batch_norm_everything_twice() -> None:
 def test_train_step_without_an_optimizer_trained_nothing_without_a_word() -> None:
     with alone(nn.Linear(2, 2)) as pipe, pytest.raises(ValueError, match="train_step makes an update"):
         pipe.train_step(torch.ones(2, 2), torch.zeros(2, 2))
+
+
+def test_a_pipeline_that_takes_several_windows_to_fill_was_taken_for_full() -> None:
+    """From the fourth window on all were like the fourth; under pipedream with M < P-1 that one has no backward yet."""
+    schedule = create("pipedream", num_ranks=6, num_microbatches=1)
+    assert isinstance(schedule, AsynchronousSchedule)
+    verify(Windows(schedule).program((9,)))
+
+
+def test_a_gradient_was_divided_by_another_scale_than_its_loss_was_multiplied_by() -> None:
+    """Under 2bw an overflow halves the scale while the next batch, multiplied by the old one, is still in flight."""
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(module.weight)
+    options: dict[str, Any] = {
+        "schedule": "2bw",
+        "loss_scale": "dynamic",
+        "loss_fn": lambda output, target: output.mean(),
+    }
+    with alone(module, optimizer=lambda named: torch.optim.SGD(named, lr=0.25), **options) as pipe:
+        for x in (1.0, float("inf"), 1.0):
+            pipe.train_step(torch.full((2, 1), x), torch.zeros(2, 1))
+        pipe.flush()
+        assert module.weight.item() == 0.5
+
+
+def test_a_layout_that_only_the_sender_knew_was_not_sent() -> None:
+    """With one microbatch a batch, the second one's receive is posted before the first one has been taken: its sender
+    had seen the layout by then, its receiver had not, and waited for it for ever."""
+    hub = Hub(2)
+    here, there = (DeviceTransport(ThreadTransport(hub, rank), lambda line: Memory(), CPU) for rank in range(2))
+    channel = Channel(0, 1, "activation", depth=2)
+    for transport in (here, there):
+        transport.open([channel])
+        transport.begin(Session(fixed_shapes=True, num_microbatches=1))
+    for microbatch in range(2):
+        here.send(channel, pack(torch.ones(3), "stage 0"), 1, microbatch)
+        there.post(channel, 1, microbatch)
+    assert hub.num_waiting == 2
+
+
+class Memory:
+    """A communicator to nowhere."""
+
+    def send(self, data: Tensor) -> "Memory":
+        return self
+
+    def receive(self, data: Tensor) -> "Memory":
+        return self
+
+    def wait(self) -> None:
+        return
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_an_lstm_computed_with_its_first_weights_for_ever() -> None:
+    """It looks them up once, so that it did not notice when another version took their place."""
+    module = nn.LSTM(2, 2)
+    weights = VersionedWeights(module, 2)
+    before, _ = module(torch.ones(1, 2))
+    weights.begin_update(1)
+    with torch.no_grad():
+        for parameter in weights.trained.values():
+            parameter += 1
+    weights.use(1)
+    after, _ = module(torch.ones(1, 2))
+    assert not torch.allclose(before, after)
+
+
+def test_a_checkpoint_of_2bw_lacked_the_version_that_the_next_batch_reads() -> None:
+    """So that one ran on newer weights than it should: 1, .75, then .75 - .25 * 1, and not .75 - .25 * .75."""
+    weights = []
+    state: dict[str, Any] = {}
+    for _ in range(2):
+        module = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(module.weight)
+        options: dict[str, Any] = {"schedule": "2bw", "loss_fn": lambda output, target: (output**2).mean() / 2}
+        with alone(module, optimizer=lambda named: torch.optim.SGD(named, lr=0.25), **options) as pipe:
+            if state:
+                pipe.load_state_dict(state)
+            pipe.train_step(torch.ones(2, 1), torch.zeros(2, 1))
+            state = deepcopy(pipe.state_dict())
+            weights.append(module.weight.item())
+    assert weights == [0.75, 0.5]
+
+
+def test_a_learning_rate_in_a_tensor_was_that_of_the_next_batch() -> None:
+    """What was noted for the update was the tensor, and a scheduler changes that in place."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(()))], lr=torch.tensor(0.5))
+    plans = Plans(optimizer)
+    plans.note([1])
+    optimizer.param_groups[0]["lr"].fill_(0.25)
+    with plans.of(1):
+        assert optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer.param_groups[0]["lr"] == 0.25

@@ -76,3 +76,9 @@ def test_it_trains_as_every_schedule_does(folder: Path) -> None:
     for row, loss in (("training loss, last step", alone.last_loss), ("validation loss", alone.validation_bits)):
         (printed,) = re.findall(rf"^{row} +(\d+\.\d{{4}})", table, re.MULTILINE)
         assert float(printed) == pytest.approx(loss, abs=1e-4)
+
+
+def test_the_tests_that_hold_the_promises_exist() -> None:
+    named = re.findall(r"`(tests/[\w/.]+)`", CONTRIBUTING)
+    assert len(named) > 10
+    assert [path for path in named if not (ROOT / path).exists()] == []

@@ -74,6 +74,8 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=240)
 
 
+# One of each kind in the normal suite, all of them in the slow one.
+PROMPT = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe", "dualpipev")
 SYNCHRONOUS = [name for name in names() if find(name).synchronous and find(name).runnable]
 TINY = {"hidden": 8, "sequence": 8, "steps": 20, "lr": 3e-3}
 EVERYTHING = {"dropout": 0.1, "tie": True, "clip": 0.5, "accumulate": 2, "optimizer": "muon"}
@@ -85,7 +87,9 @@ def curves() -> dict[str, list[float]]:
     return {}
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize(
+    "name", [name if name in PROMPT else pytest.param(name, marks=pytest.mark.slow) for name in SYNCHRONOUS]
+)
 @pytest.mark.parametrize(("settings", "recompute"), [({}, "off"), (EVERYTHING, 1)], ids=["plain", "with everything on"])
 def test_every_synchronous_schedule_has_the_curve_of_one_process(
     name: str, settings: dict[str, Any], recompute: str | int, text: Path, curves: dict[str, list[float]]
