@@ -41,7 +41,7 @@ class Pipeline:
             built, and called only if there are any; None where the trainer steps by itself after ``forward_backward``.
         transport: connects the ranks; by default the default group of torch.distributed.
         seed: from which the random numbers of the stages (dropout) follow.
-        share_loss: give the loss to every rank, not only to where the last stage lives.
+        share_loss: give the loss to every rank, not only to where the last stage lives; each step then waits for that.
         recompute: ``"off"``; ``"full"``: every forward keeps only its input and runs again in its backward; a number
             k: so do all but the last k microbatches of a batch; or a dict that says so stage by stage.
         split_spec: for keyword arguments of the steps: name -> the dimension to cut, or None to give it whole.
@@ -156,7 +156,10 @@ class Pipeline:
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of all stages' gradients in the last update, before clipping; None where nothing asked for it."""
+        """The norm of all stages' gradients in the last update, before clipping; None where nothing asked for it.
+
+        Without a flush between batches that update may be of an earlier batch than the last one.
+        """
         return self._updater.grad_norm
 
     @property
@@ -191,6 +194,9 @@ class Pipeline:
 
     def train_step(self, x: Value = None, y: Value = None, **keywords: Value) -> Tensor | None:
         """One batch: forwards, backwards and one optimizer update.
+
+        Without a flush between batches some of the backwards are left for later calls, and with them the update; it has
+        the learning rate that was set when its batch was given.
 
         Args:
             x: the batch's input, rows first; read on ranks that own the first stage.

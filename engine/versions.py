@@ -1,5 +1,6 @@
 """Versions: several generations of a stage's weights, between which its module switches without a copy."""
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -56,8 +57,9 @@ class VersionedWeights:
         parameters = self._parameters_of(version)
         for holder, slot, name in self._slots:
             holder[slot] = parameters[name]
-        for recurrent in self._recurrent:  # these look their parameters up once
-            vars(recurrent)["_flat_weights"] = [getattr(recurrent, slot) for slot in recurrent._flat_weights_names]
+        for recurrent in self._recurrent:  # else it would gather its parameters anew, in other memory
+            current = [getattr(recurrent, slot) for slot in recurrent._flat_weights_names]
+            vars(recurrent).update(_flat_weights=current, _flat_weight_refs=[weakref.ref(weight) for weight in current])
 
     def begin_backward(self, version: int, update: int) -> None:
         """Lend the version's parameters the sum of gradients to which autograd shall add."""

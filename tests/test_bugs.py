@@ -15,7 +15,6 @@ from stagewright.engine.transport.device import DeviceTransport, _as_bytes
 from stagewright.engine.transport.frame import FrameCodec
 from stagewright.engine.transport.threads import Hub, ThreadTransport
 from stagewright.engine.value import pack
-from stagewright.engine.versions import VersionedWeights
 from stagewright.schedules import Program, ScheduleError, create, simulate, verify
 from stagewright.schedules.asynchronous import AsynchronousSchedule
 from stagewright.schedules.placement import linear
@@ -405,20 +404,6 @@ class Memory:
 
     def is_completed(self) -> bool:
         return True
-
-
-def test_an_lstm_computed_with_its_first_weights_for_ever() -> None:
-    """It looks them up once, so that it did not notice when another version took their place."""
-    module = nn.LSTM(2, 2)
-    weights = VersionedWeights(module, 2)
-    before, _ = module(torch.ones(1, 2))
-    weights.begin_update(1)
-    with torch.no_grad():
-        for parameter in weights.trained.values():
-            parameter += 1
-    weights.use(1)
-    after, _ = module(torch.ones(1, 2))
-    assert not torch.allclose(before, after)
 
 
 def test_a_checkpoint_of_2bw_lacked_the_version_that_the_next_batch_reads() -> None:

@@ -226,9 +226,9 @@ def overflow(context: RankContext, case: Case) -> tuple[Trained, float]:
         return result, pipe.loss_scale
 
 
-def skip_plainly(case: Case) -> dict[tuple[int, str], Tensor]:
+def skip_plainly(case: Case, num_stages: int) -> dict[tuple[int, str], Tensor]:
     """The delayed rule, whose update of a batch that overflows makes a version that is like the one before."""
-    modules = [make_stage(stage) for stage in range(case.num_ranks)]
+    modules = [make_stage(stage) for stage in range(num_stages)]
     model = nn.Sequential(*modules)
     parameters = list(model.parameters())
     optimizer = OPTIMIZERS[case.optimizer](list(model.named_parameters()))
@@ -253,8 +253,17 @@ def test_an_overflow_skips_its_update_on_all_ranks(
 ) -> None:
     """And halves the scale, while batches that were scaled by the old one are still in flight."""
     case = Case(num_ranks, num_microbatches, num_batches=9, optimizer="adam", max_norm=max_norm)
-    expected = skip_plainly(case)
-    for result, scale in on_threads(overflow, num_ranks, case):
+    assert_skips(case, num_ranks)
+
+
+def test_microbatches_of_one_update_have_one_scale() -> None:
+    """Under 2bw-interleaved an update of the batch before comes among the forwards of the last stage."""
+    assert_skips(Case(2, 4, "2bw-interleaved", {"num_chunks": 2}, 9, "sgd"), 4)
+
+
+def assert_skips(case: Case, num_stages: int) -> None:
+    expected = skip_plainly(case, num_stages)
+    for result, scale in on_threads(overflow, case.num_ranks, case):
         assert scale == 65536 / 2 ** len(OVERFLOWING)
         for key, weight in result.weights.items():
             torch.testing.assert_close(weight, expected[key], rtol=TOLERANCE, atol=TOLERANCE)

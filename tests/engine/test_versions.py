@@ -242,6 +242,17 @@ class Recurrent(nn.Module):
         return y
 
 
+def test_a_recurrent_module_need_not_gather_its_weights_anew() -> None:
+    """On a GPU it would move them to other memory, away from that of their version."""
+    module = nn.LSTM(3, 3, proj_size=2)
+    weights = VersionedWeights(module, 2)
+    update(weights, 1)
+    for version in (0, 1):
+        weights.use(version)
+        assert not module._weights_have_changed()
+        assert all(one is other for one, other in zip(module._flat_weights, module.all_weights[0]))
+
+
 def spectral() -> nn.Module:
     return spectral_norm(nn.Linear(3, 3)).eval()
 
