@@ -33,6 +33,7 @@ def test_a_line_tells_the_share_of_the_ideal() -> None:
     assert str(cells_of(CASE, {"1f1b": [1.3], "2bw": [1.0]})[-1]) == "94.5% !"
 
 
+@pytest.mark.slow
 def test_both_schedules_are_measured_by_turns() -> None:
     case = Case("sleep", 2, 2, partial(sleep_stage, 0.0, 0.0), rows=2, width=8, barred=True)
     periods = measure(case, num_batches=2, num_rounds=3)

@@ -50,6 +50,7 @@ def test_the_table_compares_seed_by_seed_under_one_optimizer() -> None:
     assert columns[3][1] == "1.5000 3.7000"
 
 
+@pytest.mark.slow
 def test_it_writes_what_it_has_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "runs.json"
     arguments = ["--steps", "2", "--seeds", "2", "--ranks", "2", "--microbatches", "2", "--output", str(file)]
