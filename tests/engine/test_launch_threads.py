@@ -19,7 +19,10 @@ from stagewright.engine.transport.threads import Hub
 def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) == before
+    left = set(threading.enumerate()) - before
+    for thread in left:
+        thread.join(5)  # one that is just ending is not left
+    assert not [thread for thread in left if thread.is_alive()]
 
 
 def test_results_come_in_the_order_of_ranks() -> None:
