@@ -29,8 +29,8 @@ help:  ## say what each target does
 train: $(STAMP)  ## train a small GPT on real text over a pipeline of local processes
 	@$(BIN)/stagewright train $(TRAIN_ARGUMENTS)
 
-test: $(STAMP)  ## run the tests (ARGS='-k name' to choose)
-	$(BIN)/pytest $(ARGS)
+test: $(STAMP)  ## run the tests, two at a time (ARGS='-k name' to choose)
+	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 test-slow: $(STAMP)  ## run the long tests
 	$(BIN)/pytest -m slow $(ARGS)

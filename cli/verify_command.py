@@ -175,7 +175,8 @@ def summary(program: Program, file: str, semantics: str) -> str:
         f"{timeline.bubble_overhead:.4f} ((makespan - ideal) / ideal). A rank stashes at most "
         f"{max(timeline.peak_stash)} microbatches of one stage."
     )
-    return textwrap.fill(text, width=min(shutil.get_terminal_size((100, 24)).columns, 100)) + "\n"
+    width = min(shutil.get_terminal_size((100, 24)).columns, 100)
+    return textwrap.fill(text, width=width, break_on_hyphens=False, break_long_words=False) + "\n"
 
 
 def _length(program: Program) -> int:

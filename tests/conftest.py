@@ -2,10 +2,15 @@
 
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+# Tests, and the processes they start, import the modules that stand beside them, such as ``plain``.
+sys.path.extend(str(Path(__file__).parent / folder) for folder in ("engine", "schedules"))
 
 # Ranks of a test share few cores: one thread each, in this process and in those that it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

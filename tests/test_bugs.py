@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from breaking import fail_with_receives_posted
 from torch import Tensor, nn
 
 from stagewright.engine import PeerError, Pipeline, RankContext, RankError, launch_local
@@ -432,3 +433,9 @@ def test_a_learning_rate_in_a_tensor_was_that_of_the_next_batch() -> None:
     with plans.of(1):
         assert optimizer.param_groups[0]["lr"] == 0.5
     assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_a_receive_that_a_failing_rank_let_go_held_up_its_last_words() -> None:
+    """Gloo cannot skip a message whose receive was released: nothing of that connection was read any more, not even
+    that the other side was ready to hear of the failure, and a thread of gloo's turned round on it for ever."""
+    assert launch_local(fail_with_receives_posted, 2)[1] == "rank 0 failed"

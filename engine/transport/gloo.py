@@ -1,5 +1,6 @@
 """Gloo: ranks as processes that exchange frames over a torch.distributed process group on CPUs."""
 
+import atexit
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -35,7 +36,7 @@ class _Line:
         self.tag = (number * len(_TAGS) + _TAGS[channel.kind]) * _NUM_TAGS
         self.capacity = Capacity()
         self.num_messages = 0
-        self.num_awaited = 0
+        self.awaited: dict[int, dist.Work] = {}
         self.under_way: deque[list[dist.Work]] = deque()
 
     def tag_of_rest(self, index: int) -> int:
@@ -51,7 +52,7 @@ class _GlooReceipt:
         self._stage, self._microbatch = stage, microbatch
         self._frame = transport.codec.empty(line.capacity.of(index, line.channel.depth))
         self._work = transport.receive(self._frame, line.channel.source, line.tag)
-        line.num_awaited += 1
+        line.awaited[index] = self._work
 
     def wait(self) -> Packed:
         """Block until the whole frame is there."""
@@ -64,7 +65,7 @@ class _GlooReceipt:
             frame = transport.codec.enlarged(frame, num_bytes, source)
             rest = transport.receive(frame[self._frame.numel() :], source, line.tag_of_rest(self._index))
             transport.wait_for(rest, source)
-        line.num_awaited -= 1
+        del line.awaited[self._index]
         try:
             return transport.codec.read(frame, self._stage, self._microbatch, source)
         except PeerError as error:
@@ -93,7 +94,6 @@ class GlooTransport:
         self._lines: dict[Line, _Line] = {}
         self._num_gathers = 0
         self._failure: str | None = None
-        self._last_words: list[dist.Work] = []
         for other in range(1, self.num_ranks):
             self.open([_gathering(0, other), _gathering(other, 0)])
 
@@ -117,7 +117,7 @@ class GlooTransport:
         """
         if self._failure is not None:
             raise PeerError(f"the pipeline cannot go on after a failure: {self._failure}")
-        if any(line.num_awaited for line in self._lines.values()):
+        if any(line.awaited for line in self._lines.values()):
             raise ValueError(OCCUPIED)
         for line in self._lines.values():
             line.capacity.begin()
@@ -175,14 +175,17 @@ class GlooTransport:
         if self._failure is not None or self.num_ranks == 1:
             return
         self._failure = reason
+        last_words: list[dist.Work] = []
         for line in self._lines.values():
             if line.channel.source == self.rank:
                 news = [self.codec.write_failure(reason)]
                 with suppress(RuntimeError):  # that rank may be the one that has gone
-                    self._last_words.append(self.group.send(news, line.channel.destination, line.tag))
+                    last_words.append(self.group.send(news, line.channel.destination, line.tag))
+        self._see_off(last_words)
 
     def close(self) -> None:
-        """Nothing to release: the process group belongs to whoever made it."""
+        """Release nothing but this transport's own memory: the process group belongs to whoever made it."""
+        self._see_off([])
 
     def receive(self, data: Tensor, source: int, tag: int) -> dist.Work:
         """Post a receive of bytes."""
@@ -201,6 +204,18 @@ class GlooTransport:
             work.wait()
         except RuntimeError as error:
             self._lost(other, error)
+
+    def _see_off(self, last_words: list[dist.Work]) -> None:
+        """Let what is on its way outlive this transport.
+
+        A send that is released before it was taken never arrives, and a message whose receive was released stops all
+        that comes from that rank after it, while a thread of gloo's turns round on it.
+        """
+        lines = self._lines.values()
+        under_way = [work for line in lines for works in line.under_way for work in works]
+        awaited = [work for line in lines for work in line.awaited.values()]
+        if under_way or awaited or last_words:
+            atexit.register([*under_way, *awaited, *last_words].clear)
 
     def _finish_oldest(self, line: _Line) -> None:
         for work in line.under_way.popleft():

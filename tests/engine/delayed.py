@@ -20,8 +20,8 @@ SEED: Final = 3
 TOLERANCE: Final = 1e-11
 OPTIMIZERS: Final[Mapping[str, Callable[[Any], torch.optim.Optimizer]]] = MappingProxyType(
     {
-        "sgd": lambda named: torch.optim.SGD(named, lr=0.05),
-        "momentum": lambda named: torch.optim.SGD(named, lr=0.03, momentum=0.9, weight_decay=0.1),
+        "sgd": lambda named: torch.optim.SGD(named, lr=0.01),
+        "momentum": lambda named: torch.optim.SGD(named, lr=0.002, momentum=0.9, weight_decay=0.1),
         "adam": lambda named: torch.optim.Adam(named, lr=0.01),
         "adamw": lambda named: torch.optim.AdamW(named, lr=0.01, weight_decay=0.1),
     }
