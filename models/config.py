@@ -1,5 +1,6 @@
-"""The shape of a GPT."""
+"""The shape of a GPT, and what any model's sizes must be."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -23,21 +24,30 @@ class GPTConfig:
     tied: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "num_layers", "hidden_size", "num_heads", "sequence_length"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool):
-                raise TypeError(f"{name} must be an integer: got {size!r}; pass a whole number such as 4")
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1: got {size}; pass 1 or more")
-        if self.hidden_size % self.num_heads:
-            divisor = max(n for n in range(1, self.num_heads) if self.hidden_size % n == 0)
-            raise ValueError(
-                f"num_heads must divide hidden_size: got {self.num_heads} heads for a hidden size of "
-                f"{self.hidden_size}; use {divisor} heads, or a hidden size of "
-                f"{-(-self.hidden_size // self.num_heads) * self.num_heads}"
-            )
+        check_sizes(self, ("vocab_size", "num_layers", "hidden_size", "num_heads", "sequence_length"))
+        check_heads(self.num_heads, self.hidden_size)
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(
                 f"dropout is the probability of dropping an element, at least 0 and below 1: "
                 f"got {self.dropout}; pass 0 to switch it off"
             )
+
+
+def check_sizes(config: object, names: Iterable[str]) -> None:
+    """Raise `TypeError` for a size that is not an integer, `ValueError` for one below 1."""
+    for name in names:
+        size = getattr(config, name)
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name} must be an integer: got {size!r}; pass a whole number such as 4")
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1: got {size}; pass 1 or more")
+
+
+def check_heads(num_heads: int, hidden_size: int) -> None:
+    """Raise `ValueError` where the heads do not divide the hidden size."""
+    if hidden_size % num_heads:
+        divisor = max(n for n in range(1, num_heads) if hidden_size % n == 0)
+        raise ValueError(
+            f"num_heads must divide hidden_size: got {num_heads} heads for a hidden size of {hidden_size}; "
+            f"use {divisor} heads, or a hidden size of {-(-hidden_size // num_heads) * num_heads}"
+        )

@@ -8,126 +8,36 @@ Parameters are named by global layer (`layers.7.attention.output.weight`, whiche
 dicts of the stages together are the state dict of the whole model.
 """
 
+from dataclasses import dataclass
+
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stagewright.models.build import check_cut, check_dtype, count_parameters
 from stagewright.models.cache import KeyValueCache
 from stagewright.models.config import GPTConfig
-from stagewright.models.cut import layers_of_stage
-from stagewright.models.initialise import ResidualProjection, derive_seed, initialise, tie
-
-
-class Embedding(nn.Module):
-    """Tokens [batch, sequence] to activation [batch, sequence, hidden]: token plus learned position."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.positions = nn.Embedding(config.sequence_length, config.hidden_size)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, tokens: Tensor, microbatch_seed: int | None, num_past: int = 0) -> Tensor:
-        num_tokens, num_positions = num_past + tokens.size(-1), self.positions.num_embeddings
-        if num_tokens > num_positions:
-            raise ValueError(
-                f"a sequence may be as long as the model has positions: got {num_tokens} tokens for "
-                f"{num_positions} positions; shorten the sequence or build with sequence_length={num_tokens}"
-            )
-        position = torch.arange(num_past, num_tokens, device=tokens.device)
-        seed_dropout(microbatch_seed, "embedding", tokens.device)
-        activation: Tensor = self.dropout(self.tokens(tokens) + self.positions(position))
-        return activation
-
-
-class Attention(nn.Module):
-    """Causal self-attention: each position sees itself and what came before it, in earlier pieces too with a cache."""
-
-    def __init__(self, config: GPTConfig, layer: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.num_heads = config.num_heads
-        self.query_key_value = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.output = ResidualProjection(config.hidden_size, config.hidden_size)
-
-    def forward(self, activation: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        query, key, value = rearrange(
-            self.query_key_value(activation),
-            "batch sequence (three head width) -> three batch head sequence width",
-            three=3,
-            head=self.num_heads,
-        )
-        if cache is not None:
-            key, value = cache.extend(self.layer, key, value)
-        mask = mask_after(key.size(-2) - query.size(-2), query)
-        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
-        output: Tensor = self.output(rearrange(attended, "batch head sequence width -> batch sequence (head width)"))
-        return output
-
-
-class MLP(nn.Module):
-    """Each position on its own: widen four times, GELU, narrow."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.widen = nn.Linear(config.hidden_size, 4 * config.hidden_size)
-        self.narrow = ResidualProjection(4 * config.hidden_size, config.hidden_size)
-
-    def forward(self, activation: Tensor) -> Tensor:
-        output: Tensor = self.narrow(functional.gelu(self.widen(activation)))
-        return output
-
-
-class Layer(nn.Module):
-    """One pre-norm transformer layer; it knows its global index, which names its dropout."""
-
-    def __init__(self, config: GPTConfig, layer: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.attention_norm = nn.LayerNorm(config.hidden_size)
-        self.attention = Attention(config, layer)
-        self.mlp_norm = nn.LayerNorm(config.hidden_size)
-        self.mlp = MLP(config)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, activation: Tensor, microbatch_seed: int | None, cache: KeyValueCache | None = None) -> Tensor:
-        # The seed is an argument, not state, so that a layer recomputed later (torch.utils.checkpoint) still draws
-        # the masks of its own microbatch although the stage has moved on to another.
-        seed_dropout(microbatch_seed, f"layers.{self.layer}", activation.device)
-        attended = activation + self.dropout(self.attention(self.attention_norm(activation), cache))
-        output: Tensor = attended + self.dropout(self.mlp(self.mlp_norm(attended)))
-        return output
-
-
-class Head(nn.Module):
-    """Activation [batch, sequence, hidden] to logits [batch, sequence, vocab]."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(config.hidden_size)
-        self.projection = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    def forward(self, activation: Tensor) -> Tensor:
-        logits: Tensor = self.projection(self.norm(activation))
-        return logits
+from stagewright.models.cut import Cut, Part, cut_evenly, parts_of_transformer
+from stagewright.models.gpt_layers import Embedding, Head, Layer
+from stagewright.models.initialise import initialise, tie
 
 
 class GPTStage(nn.Module):
-    """A contiguous piece of the GPT.
+    """A contiguous piece of the GPT, whose part 0 is the embedding, part 1 layer 0, …, and whose last part is the head.
 
     The first stage takes int64 tokens [batch, sequence], every other an activation [batch, sequence, hidden]. The last
     stage returns logits [batch, sequence, vocab], every other an activation.
     """
 
-    def __init__(self, config: GPTConfig, stage: int, num_stages: int) -> None:
+    def __init__(self, config: GPTConfig, parts: range) -> None:
         super().__init__()
-        layers = layers_of_stage(config.num_layers, num_stages, stage)
+        layers = [part - 1 for part in parts if 1 <= part <= config.num_layers]
         self.config = config
         self.microbatch_seed: int | None = None
-        self.embedding = Embedding(config) if stage == 0 else None
+        self.embedding = Embedding(config) if 0 in parts else None
         self.layers = nn.ModuleDict({str(layer): Layer(config, layer) for layer in layers})
-        self.head = Head(config) if stage == num_stages - 1 else None
+        self.head = Head(config) if config.num_layers + 1 in parts else None
 
     def seed_microbatch(self, seed: int) -> None:
         """Let the dropout of the forwards that follow depend on `seed` and the global layer alone.
@@ -137,6 +47,10 @@ class GPTStage(nn.Module):
         this is never called, dropout takes its numbers from wherever those generators stand.
         """
         self.microbatch_seed = seed
+
+    def global_name(self, name: str) -> str:
+        """What a parameter of this stage is called in the whole model: the same, for layers have their global index."""
+        return name
 
     def forward(self, incoming: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Compute the stage's part of one microbatch.
@@ -161,30 +75,35 @@ class GPTStage(nn.Module):
         return activation if self.head is None else self.head(activation)
 
 
-def mask_after(num_past: int, query: Tensor) -> Tensor | None:
-    """Which keys each query sees, [query, key], where `num_past` tokens came before; None where none did.
+@dataclass(frozen=True)
+class GPT:
+    """A GPT as a chain of embedding, layers and head; a `CuttableModel`."""
 
-    torch's own causal mask would align the first query with the first key, however many keys are older.
-    """
-    if num_past == 0:
-        return None
-    num_queries = query.size(-2)
-    return torch.ones(num_queries, num_past + num_queries, dtype=torch.bool, device=query.device).tril(num_past)
+    config: GPTConfig
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Embedding, layers, head."""
+        return parts_of_transformer(self.config.num_layers)
 
-def seed_dropout(microbatch_seed: int | None, name: str, device: torch.device) -> None:
-    """Seed the device's generator for the dropout of the part called `name`; without a microbatch's seed, do nothing.
+    def build(
+        self, parts: range, *, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> GPTStage:
+        """Build some parts; the same seed gives them the same parameters, bit for bit, in any cut."""
+        check_dtype(dtype)
+        with torch.device("meta"):
+            module = GPTStage(self.config, parts)
+        module = module.to(dtype or torch.float32).to_empty(device=device)
+        initialise(module, seed=seed, num_layers=self.config.num_layers)
+        if self.config.tied and module.head is not None:
+            tie(module.head.projection, module.embedding.tokens if module.embedding is not None else None, seed)
+        return module
 
-    `torch.manual_seed` would seed every device there is, which takes longer than a small layer.
-    """
-    if microbatch_seed is None:
-        return
-    number = derive_seed(microbatch_seed, name)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(number)
-    else:
-        torch.default_generator.manual_seed(number)
+    def num_parameters(self) -> tuple[int, ...]:
+        """How many parameters each part has."""
+        indices = range(len(self.parts))
+        with torch.device("meta"):
+            return tuple(count_parameters(GPTStage(self.config, range(part, part + 1))) for part in indices)
 
 
 def build_gpt_stage(
@@ -192,26 +111,27 @@ def build_gpt_stage(
     stage: int,
     num_stages: int,
     *,
+    cut: Cut | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> GPTStage:
     """Build one stage of the GPT with its initial parameters.
 
-    The same seed gives the same parameters, bit for bit, for every number of stages (see `initialise`); torch's global
-    random state is untouched and no other stage's memory is ever taken.
+    The same seed gives the same parameters, bit for bit, for every cut (see `initialise`), by default the even one;
+    torch's global random state is untouched and no other stage's memory is ever taken.
 
     Raises `ValueError` for a stage that does not exist, more stages than layers, or a dtype without fractions.
     """
-    if not dtype.is_floating_point:
-        raise ValueError(f"parameters need a floating-point dtype: got {dtype}; use torch.float32 or torch.bfloat16")
-    with torch.device("meta"):
-        module = GPTStage(config, stage, num_stages)
-    module = module.to(dtype).to_empty(device=device)
-    initialise(module, seed=seed, num_layers=config.num_layers)
-    if config.tied and module.head is not None:
-        tie(module.head.projection, module.embedding.tokens if module.embedding is not None else None, seed)
-    return module
+    model = GPT(config)
+    cut = cut or cut_evenly(model.parts, num_stages)
+    if cut.num_stages != num_stages:
+        raise ValueError(
+            f"a cut has as many stages as the schedule: got a cut into {cut.num_stages} for {num_stages} stages; "
+            f"make it for {num_stages}"
+        )
+    check_cut(model, cut)
+    return model.build(cut.parts_of_stage(stage), seed=seed, device=device, dtype=dtype)
 
 
 def build_gpt(

@@ -2,6 +2,8 @@
 
 import hashlib
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import torch
@@ -11,6 +13,14 @@ STANDARD_DEVIATION: Final = 0.02
 
 # What `GPTConfig.tied` makes one weight; on a stage that has both, only the first is a parameter of its own.
 TIED_WEIGHTS: Final = ("embedding.tokens.weight", "head.projection.weight")
+
+
+class Constants(nn.Module):
+    """A module that has no parameters but buffers, which `reset_parameters` computes."""
+
+    def reset_parameters(self) -> None:
+        """Compute the buffers."""
+        raise NotImplementedError
 
 
 class ResidualProjection(nn.Linear):
@@ -31,7 +41,7 @@ def initialise(model: nn.Module, *, seed: int, num_layers: int) -> None:
     """Fill the parameters of a model, or of one stage of it, as GPT-2 does.
 
     Weights are normal with a standard deviation of 0.02, divided by sqrt(2 * num_layers) for the projections that end
-    a residual branch, of which there are two a layer; biases are 0; LayerNorm is the identity ("Language Models are
+    a residual branch, of which there are two a layer; biases are 0; norms are the identity ("Language Models are
     Unsupervised Multitask Learners", section 2.3). `num_layers` counts the layers of the whole model.
 
     Each weight is drawn from its own generator, seeded with `derive_seed(seed, <name of the parameter>)`, in float32
@@ -40,7 +50,7 @@ def initialise(model: nn.Module, *, seed: int, num_layers: int) -> None:
     """
     for module_name, module in model.named_modules():
         match module:
-            case nn.LayerNorm():
+            case nn.LayerNorm() | nn.RMSNorm() | Constants():
                 module.reset_parameters()
             case ResidualProjection():
                 fill_linear(module, module_name, seed, STANDARD_DEVIATION / math.sqrt(2 * num_layers))
@@ -49,8 +59,39 @@ def initialise(model: nn.Module, *, seed: int, num_layers: int) -> None:
             case nn.Embedding():
                 fill_normal(module.weight, f"{module_name}.weight", seed, STANDARD_DEVIATION)
             case _:
-                left = [name for name, _ in module.named_parameters(recurse=False)]
+                slots = [*module._parameters.items(), *module._buffers.items()]
+                left = [name for name, tensor in slots if tensor is not None]
                 assert not left, f"no rule initialises {left} of {module_name}, a {type(module).__name__}"
+
+
+def reset_by_name(model: nn.Module, seed: int, names: list[str]) -> None:
+    """Let each of the modules called `names` fill itself, as its class does when it is made: inner ones first.
+
+    Each draws from torch's global generator, seeded with `derive_seed(seed, <name of the module>)` and put back
+    afterwards. Raises `ValueError` for a module that cannot fill itself.
+    """
+    for name in reversed(names):
+        module = model.get_submodule(name)
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if reset is None:
+            owned = ", ".join([*module._parameters, *module._buffers])
+            raise ValueError(
+                f"a module built on the meta device fills itself: {name}, a {type(module).__name__}, has {owned} and "
+                f"no reset_parameters; give it that method, or build the model with memory"
+            )
+        with drawing_from(derive_seed(seed, name)):
+            reset()
+
+
+@contextmanager
+def drawing_from(seed: int) -> Iterator[None]:
+    """Seed torch's generator of the CPU, and put it back afterwards."""
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
 
 
 def tie(projection: nn.Linear, tokens: nn.Embedding | None, seed: int) -> None:
