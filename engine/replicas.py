@@ -1,4 +1,7 @@
-"""Replicas: the copies of a stage's weights that a bidirectional schedule holds, and the sum of their gradients."""
+"""Replicas: copies of a stage's weights within a pipeline, and the sum of their gradients.
+
+A bidirectional schedule holds each stage twice or more; other schedules do where one asks for replicas of a stage.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
@@ -6,8 +9,9 @@ from typing import TypeAlias
 from torch import Tensor, nn
 
 from stagewright.engine.batchnorm import DeferredBatchNorms, Part
+from stagewright.engine.locals import local_gradient, local_of, spread_like
 from stagewright.engine.ties import add_up
-from stagewright.engine.transport.contract import Channel, Receipt, Transport
+from stagewright.engine.transport.contract import Channel, Receipt, Session, Transport
 from stagewright.engine.value import Packed, check_crossing, pack, unpack
 from stagewright.schedules import Placement
 
@@ -39,10 +43,8 @@ class Replicas:
         self._transport = transport
         self._parameters = {stage: list(parameters.values()) for stage, parameters in weights.items()}
         self._holders = {stage: placement.replicas_of(stage) for stage in weights}
-        shared = max(sum(rank in holders for holders in self._holders.values()) for rank in range(placement.num_ranks))
-        # A stage's sum is under way from its REDUCE_GRAD to its STEP, so two ranks have at most one a shared stage.
-        self._depth = max(1, shared)
-        transport.open([self._channel(*pair) for pair in _pairs(placement)])
+        self._placement = placement
+        transport.open(_channels(placement))
         self._under_way: dict[int, dict[int, Receipt]] = {}
 
     def start(self, stage: int) -> None:
@@ -69,7 +71,8 @@ class Replicas:
         of_ranks |= {other: _sums(receipt.wait()) for other, receipt in receipts.items()}
         in_order = [of_ranks[rank] for rank in sorted(of_ranks)]
         for index, parameter in enumerate(self._parameters[stage]):
-            parameter.grad = add_up([gradients[index] for gradients, _ in in_order])
+            total = add_up([gradients[index] for gradients, _ in in_order])
+            parameter.grad = None if total is None else spread_like(parameter, total)
         self._norms.join(stage, [parts for _, parts in in_order])
 
     def finish_all(self) -> None:
@@ -82,16 +85,50 @@ class Replicas:
         self._under_way.clear()
 
     def _own(self, stage: int) -> Sums:
-        return [parameter.grad for parameter in self._parameters[stage]], self._norms.parts(stage)
+        return [local_gradient(parameter) for parameter in self._parameters[stage]], self._norms.parts(stage)
 
     def _channel(self, source: int, destination: int) -> Channel:
-        return Channel(source, destination, "replica", self._depth)
+        return _channel(self._placement, source, destination)
 
 
-def _pairs(placement: Placement) -> list[tuple[int, int]]:
-    """The ranks that exchange gradients, as (source, destination)."""
+def share_values(placement: Placement, modules: Mapping[int, nn.Module], transport: Transport) -> None:
+    """Let all copies of a stage start from what the first of them holds, buffers too; every rank calls this alike.
+
+    Args:
+        placement: says which ranks hold a copy of which stage.
+        modules: this rank's, by stage.
+        transport: connects the ranks.
+    """
+    channels = _channels(placement)
+    if not channels:
+        return
+    transport.open(channels)
+    transport.begin(Session(fixed_shapes=False))
+    for stage, module in modules.items():
+        first, *others = placement.replicas_of(stage)
+        tensors = [local_of(tensor.detach()) for tensor in (*module.parameters(), *module.buffers())]
+        if transport.rank == first:
+            packed = pack(tensors, f"stage {stage}", "weight")
+            for other in others:
+                transport.send(_channel(placement, first, other), packed, stage, 0)
+            continue
+        received = transport.post(_channel(placement, first, transport.rank), stage, 0).wait()
+        for tensor, value in zip(tensors, received.tensors, strict=True):
+            tensor.copy_(value)
+    transport.end()
+
+
+def _channels(placement: Placement) -> list[Channel]:
+    """Between the ranks that hold copies of the same stage, both ways."""
     holders = [placement.replicas_of(stage) for stage in range(placement.num_stages)]
-    return sorted({(one, other) for ranks in holders for one in ranks for other in ranks if one != other})
+    pairs = {(one, other) for ranks in holders for one in ranks for other in ranks if one != other}
+    return [_channel(placement, *pair) for pair in sorted(pairs)]
+
+
+def _channel(placement: Placement, source: int, destination: int) -> Channel:
+    """A stage's sum is under way from its REDUCE_GRAD to its STEP, so there is at most one a shared stage."""
+    shared = set(placement.stages_of(source)) & set(placement.stages_of(destination))
+    return Channel(source, destination, "replica", len(shared))
 
 
 def _sums(packed: Packed) -> Sums:

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, schedule: str = "1f1b", nu
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="an option of the schedule's own, such as num_waves=2 (may be repeated)",
+        help="an option of the schedule's own, such as num_waves=2 or replicas=2,1 (may be repeated)",
     )
     group.add_argument(
         "--ranks", type=int, default=num_ranks, metavar="P", help=f"ranks of the pipeline (default {num_ranks})"
@@ -86,7 +86,8 @@ def import_schedules(module: str | None) -> None:
 
 
 def read_options(texts: Sequence[str]) -> dict[str, object]:
-    """The options that ``NAME=VALUE`` texts give: whole and other numbers and true/false as such, all else as text.
+    """The options that ``NAME=VALUE`` texts give: whole and other numbers, true/false and numbers between commas
+    (``replicas=2,1``; of one alone, ``3,``) as such, all else as text.
 
     Raises:
         ScheduleError: a text is not of that form.
@@ -103,6 +104,9 @@ def read_options(texts: Sequence[str]) -> dict[str, object]:
 
 
 def _read_value(text: str) -> object:
+    if "," in text:
+        members = tuple(map(_read_value, text.removesuffix(",").split(",")))
+        return text if any(isinstance(member, str) for member in members) else members
     if text.lower() in ("true", "false", "yes", "no", "on", "off"):
         return text.lower() in ("true", "yes", "on")
     for kind in (int, float):

@@ -7,7 +7,7 @@ from typing import ClassVar, TypeAlias
 
 from stagewright.schedules.costs import Costs
 from stagewright.schedules.formula import Formula
-from stagewright.schedules.instructions import Backward, Forward, Instruction, Step
+from stagewright.schedules.instructions import Backward, Forward, Instruction, ReduceGradient, Step
 from stagewright.schedules.program import Program
 from stagewright.schedules.schedule import Order, Schedule
 from stagewright.schedules.windows import Windows, Work
@@ -23,7 +23,8 @@ class AsynchronousSchedule(Schedule, ABC):
     A rank works in windows, one a batch: a window holds the batch's forwards, and the backwards that 1F1B puts
     between them, the first of which belong to the batch before. ``drain`` does the backwards that are left. A
     subclass says with which version a microbatch computes, and how many microbatches go into an update; the
-    update, of all stages of the rank, follows right after the last backward that it needs.
+    update, of all stages of the rank, follows right after the last backward that it needs, behind the sums over
+    replicas.
     """
 
     synchronous: ClassVar[bool] = False
@@ -86,8 +87,10 @@ class AsynchronousSchedule(Schedule, ABC):
 
         Cells are numbered through from the first batch on; those before ``first`` were done before, and are empty.
         """
-        cells, stages = self.backwards(rank), self.placement.stages_of(rank)
-        per_update = self.microbatches_per_update * len(stages)
+        cells, placement = self.backwards(rank), self.placement
+        stages = placement.stages_of(rank)
+        replicated = [stage for stage in stages if len(placement.replicas_of(stage)) > 1]
+        per_update = len(cells) * self.microbatches_per_update // self.num_microbatches
         backwards: list[list[Work]] = []
         for number in range(begin, end):
             if number < first:
@@ -97,7 +100,10 @@ class AsynchronousSchedule(Schedule, ABC):
             stage, microbatch = cells[index][0], cells[index][1] + batch * self.num_microbatches
             work: list[Work] = [Backward(stage, microbatch, self.version(rank, microbatch, oldest))]
             num_updates, rest = divmod(number + 1, per_update)
-            backwards.append(work if rest else [*work, *(Step(stage, num_updates) for stage in stages)])
+            if not rest:
+                work += [ReduceGradient(stage) for stage in reversed(replicated)]
+                work += [Step(stage, num_updates) for stage in stages]
+            backwards.append(work)
         return backwards
 
     def order(self, rank: int) -> Order:
@@ -118,6 +124,13 @@ class AsynchronousSchedule(Schedule, ABC):
         return Windows(self).program((num_batches,))
 
     def bubble_formula(self, costs: Costs) -> Formula | None:
-        """None once the pipeline is full: a batch takes M(F+B)."""
-        stages = costs.of_stages(self.num_stages)
-        return Formula("0", 0.0, self.num_microbatches * (max(stages.forward) + max(stages.backward)), "steady")
+        """None once the pipeline is full: a batch takes M(F+B), or as many times less as a stage has replicas."""
+        stages, placement = costs.of_stages(self.num_stages), self.placement
+        counts = [len(placement.replicas_of(stage)) for stage in range(self.num_stages)]
+        if any(self.num_microbatches % count for count in counts):
+            return None
+        forward, backward = (
+            max(cost * (self.num_microbatches // count) for cost, count in zip(of_stages, counts))
+            for of_stages in (stages.forward, stages.backward)
+        )
+        return Formula("0", 0.0, forward + backward, "steady")

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
-from typing import Final, TypeAlias
+from numbers import Real
+from typing import Any, Final, TypeAlias
 
 from stagewright.schedules.errors import ScheduleError
 
@@ -52,12 +53,14 @@ class Costs:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Sequence):
-                object.__setattr__(self, field.name, tuple(value))  # so that costs are hashable and frozen
-            numbers = value if isinstance(value, Sequence) else [0.0 if value is None else value]
+            if value is None and field.default is None:
+                continue
+            value = _plain(field.name, value)
+            object.__setattr__(self, field.name, value)  # numbers or tuples, so that costs are hashable and frozen
+            numbers = value if isinstance(value, tuple) else [value]
             if field.name == "bandwidth":
-                if not self.bandwidth > 0:
-                    raise ScheduleError(f"a bandwidth is above zero, infinite by default: got {self.bandwidth}")
+                if isinstance(value, tuple) or not value > 0:
+                    raise ScheduleError(f"a bandwidth is one number above zero, infinite by default: got {value}")
             elif not all(0 <= number <= _MOST for number in numbers):
                 raise ScheduleError(f"costs are finite, at most {_MOST:g}, and zero or more: got {field.name}={value}")
 
@@ -154,4 +157,30 @@ def _sum(first: Sequence[float], second: Sequence[float]) -> tuple[float, ...]:
 
 
 def _rest(whole: Sequence[float], part: Sequence[float]) -> tuple[float, ...]:
-    return tuple(max(one - other, 0.0) for one, other in zip(whole, part))
+    if any(other > one for one, other in zip(whole, part)):
+        raise ScheduleError(
+            f"one half of a backward takes at most the whole: got {_least(part)} of backward={_least(whole)}; give "
+            "input_gradient and weight_gradient both where measured costs do not add up"
+        )
+    return tuple(one - other for one, other in zip(whole, part))
+
+
+def _least(numbers: Sequence[float]) -> float | tuple[float, ...]:
+    """One number where all are the same."""
+    return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
+
+
+def _plain(name: str, value: object) -> float | tuple[float, ...]:
+    """A number, or one a stage, as Python's own; those of arrays and tensors are taken too."""
+    numbers = _unpacked(value)
+    if isinstance(numbers, Sequence) and not isinstance(numbers, str | bytes):
+        numbers = tuple(map(_unpacked, numbers))
+        if all(isinstance(number, Real) for number in numbers):
+            return numbers
+    elif isinstance(numbers, Real):
+        return numbers  # type: ignore[return-value]  # a whole number stays one
+    raise TypeError(f"a cost is a number, or one a stage: got {name}={value!r}")
+
+
+def _unpacked(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value

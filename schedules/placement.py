@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 from stagewright.schedules.errors import ScheduleError
 
@@ -13,7 +14,8 @@ class Placement:
 
     Args:
         routes: ``routes[route][stage]`` is the rank that owns the stage on that route. Most schedules
-            have one route; a bidirectional one has two or more, each with its own copy of the weights.
+            have one route; a bidirectional one has two or more, each with its own copy of the weights, and so have
+            stages with several replicas.
         assignment: ``assignment[microbatch]`` is the route of each microbatch of one batch; empty
             where there is one route.
     """
@@ -55,7 +57,7 @@ class Placement:
         return tuple(stage for stage in range(self.num_stages) if any(route[stage] == rank for route in self.routes))
 
     def replicas_of(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold a copy of this stage, in rising order; more than one in bidirectional schedules."""
+        """The ranks that hold a copy of this stage, in rising order."""
         return tuple(sorted({route[stage] for route in self.routes}))
 
 
@@ -79,3 +81,41 @@ def bidirectional(routes: Sequence[tuple[int, ...]], num_microbatches: int) -> P
     """Microbatches are dealt to the routes in equal contiguous shares, the first route first."""
     assignment = tuple(microbatch * len(routes) // num_microbatches for microbatch in range(num_microbatches))
     return Placement(tuple(routes), assignment)
+
+
+# The placements that have a name of their own.
+NAMES: Final = ("linear", "loop", "v", "wave", "bidirectional")
+
+
+def named(name: str, num_ranks: int, num_stages: int, num_microbatches: int) -> Placement:
+    """A placement by name.
+
+    Args:
+        name: one of ``NAMES``.
+        num_ranks, num_stages: to be placed.
+        num_microbatches: of one batch, half of which runs each way where the placement is bidirectional.
+
+    Raises:
+        ScheduleError: there is no such name, or so many stages cannot be placed like that.
+    """
+    num_chunks = -(-num_stages // num_ranks)
+    match name:
+        case "linear":
+            placement = linear(num_ranks)
+        case "loop":
+            placement = looped(num_ranks, num_chunks)
+        case "v":
+            placement = waves(num_ranks)
+        case "wave":
+            placement = waves(num_ranks, -(-num_chunks // 2))
+        case "bidirectional":
+            route = tuple(range(num_ranks))
+            placement = bidirectional((route, route[::-1]), num_microbatches)
+        case _:
+            raise ScheduleError(f"there is no placement {name!r}: there are {', '.join(NAMES)}", rule="placement")
+    if placement.num_stages != num_stages:
+        raise ScheduleError(
+            f"{name} on {num_ranks} ranks has {placement.num_stages} stages, but here are {num_stages}",
+            rule="placement",
+        )
+    return placement

@@ -11,10 +11,11 @@ from stagewright.schedules.instructions import (
     InputGradient,
     Instruction,
     Overlap,
+    ReduceGradient,
     WeightGradient,
     parse,
 )
-from stagewright.schedules.placement import Placement
+from stagewright.schedules.placement import Placement, named
 from stagewright.schedules.table import Table
 
 Stream = tuple[Instruction, ...]
@@ -25,7 +26,8 @@ class UpdateRule:
     """When the weights change, how many versions of them live, and how old a gradient may be.
 
     Args:
-        microbatches_per_update: microbatches whose gradients go into one ``STEP``; M for all but PipeDream, there 1.
+        microbatches_per_update: microbatches whose gradients go into one ``STEP``; M for all but PipeDream, there 1, or
+            one round over the replicas of all stages.
         num_versions: weight versions that each rank keeps, one number a rank; all 1 where there is a flush.
         max_staleness: updates by which the weights of a gradient may lag behind those it is applied to.
         num_gradient_buffers: gradient sums that each rank keeps per stage; 2 let backwards of the next update
@@ -108,7 +110,7 @@ class Program:
         text: str,
         *,
         num_chunks: int | None = None,
-        placement: Placement | None = None,
+        placement: Placement | str | None = None,
         num_microbatches: int | None = None,
     ) -> "Program":
         """Read streams in torch's format, compute only or with communication; empty cells are idle.
@@ -116,7 +118,8 @@ class Program:
         Args:
             text: one line a rank.
             num_chunks: stages a rank must own at most; a check where given.
-            placement: which rank owns which stage; read off the computations where left out.
+            placement: which rank owns which stage, as such or by name (``"loop"``, ``"v"``, …); read off the
+                computations where left out.
             num_microbatches: microbatches of one batch; all that occur where left out.
 
         Raises:
@@ -127,13 +130,17 @@ class Program:
             raise ScheduleError("a program has at least one rank: the text holds no line with a token")
         computations = [_computations(stream) for stream in streams]
         total = 1 + max((microbatch for cells in computations for _, microbatch in cells), default=-1)
+        if not total:
+            raise ScheduleError("a program computes something: the text holds no computation", rule="missing compute")
         _check_numbers(computations, total)
-        placement = placement or _read_placement(computations, total)
-        if num_chunks is not None and placement.num_chunks != num_chunks:
-            raise ScheduleError(f"a rank owns {placement.num_chunks} stages here, not num_chunks={num_chunks}")
         num_microbatches = total if num_microbatches is None else num_microbatches
         if num_microbatches < 1 or total % num_microbatches:
             raise ScheduleError(f"{total} microbatches are no whole number of batches of {num_microbatches}")
+        if isinstance(placement, str):
+            placement = named(placement, len(streams), _num_stages(computations), num_microbatches)
+        placement = placement or _read_placement(streams, computations, total)
+        if num_chunks is not None and placement.num_chunks != num_chunks:
+            raise ScheduleError(f"a rank owns {placement.num_chunks} stages here, not num_chunks={num_chunks}")
         return cls(streams, placement, num_microbatches, total // num_microbatches)
 
 
@@ -162,9 +169,13 @@ def _computations(stream: Stream) -> list[tuple[int, int]]:
     return cells
 
 
+def _num_stages(computations: Sequence[Sequence[tuple[int, int]]]) -> int:
+    return 1 + max((stage for cells in computations for stage, _ in cells), default=-1)
+
+
 def _check_numbers(computations: Sequence[Sequence[tuple[int, int]]], num_microbatches: int) -> None:
     """Refuse a number so high that some below it cannot occur, before anything is sized by it."""
-    num_stages = 1 + max((stage for cells in computations for stage, _ in cells), default=-1)
+    num_stages = _num_stages(computations)
     num_cells = sum(map(len, computations))
     if num_stages * num_microbatches > num_cells:
         raise ScheduleError(
@@ -174,8 +185,13 @@ def _check_numbers(computations: Sequence[Sequence[tuple[int, int]]], num_microb
         )
 
 
-def _read_placement(computations: Sequence[Sequence[tuple[int, int]]], num_microbatches: int) -> Placement:
-    """The placement under which every computation is where it should be: the first owner of a cell wins."""
+def _read_placement(
+    streams: Sequence[Stream], computations: Sequence[Sequence[tuple[int, int]]], num_microbatches: int
+) -> Placement:
+    """The placement under which every computation is where it should be: the first owner of a cell wins.
+
+    A rank that computes nothing on a stage, but sums its gradients, has a replica of it that got no microbatch.
+    """
     owner: dict[tuple[int, int], int] = {}
     for rank, cells in enumerate(computations):
         for cell in cells:
@@ -192,6 +208,9 @@ def _read_placement(computations: Sequence[Sequence[tuple[int, int]]], num_micro
             )
         route = tuple(owner[stage, microbatch] for stage in range(num_stages))
         assignment.append(routes.setdefault(route, len(routes)))
-    if not routes:
-        raise ScheduleError("a program computes something: the text holds no computation", rule="missing compute")
+    first = next(iter(routes))
+    for rank, stream in enumerate(streams):
+        for stage in sorted({item.stage for item in stream if isinstance(item, ReduceGradient)}):
+            if stage < num_stages and all(route[stage] != rank for route in routes):
+                routes.setdefault((*first[:stage], rank, *first[stage + 1 :]), len(routes))
     return Placement(tuple(routes), tuple(assignment) if len(routes) > 1 else ())

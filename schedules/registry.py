@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
+from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Final, TypeVar
 
@@ -12,10 +13,11 @@ from stagewright.schedules.schedule import Schedule
 _KINDS: Final[Mapping[object, tuple[tuple[type, ...], str]]] = MappingProxyType(
     {
         bool: ((bool,), "true or false"),
-        int: ((int,), "a whole number from 1 up"),
-        int | None: ((int,), "a whole number from 1 up"),
-        float: ((int, float), "a number"),
-        float | None: ((int, float), "a number"),
+        int: ((Integral,), "a whole number from 1 up"),
+        int | None: ((Integral,), "a whole number from 1 up"),
+        float: ((Real,), "a number"),
+        float | None: ((Real,), "a number"),
+        tuple[int, ...]: ((tuple, list), "a number for each stage, such as (2, 1)"),
     }
 )
 
@@ -65,8 +67,9 @@ def find(name: str) -> type[Schedule]:
         return _SCHEDULES[name]
     if wanted in _SCHEDULES:
         return _SCHEDULES[wanted]
-    close = get_close_matches(wanted, _SCHEDULES, n=3) or names()
-    raise ScheduleError(f"there is no schedule {name!r}; did you mean {', '.join(close)}?")
+    close = get_close_matches(wanted, _SCHEDULES, n=3)
+    remedy = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names())}"
+    raise ScheduleError(f"there is no schedule {name!r}; {remedy}")
 
 
 def check_kinds(kind: type[Schedule], options: Mapping[str, object]) -> None:

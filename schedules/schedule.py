@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import ClassVar, TypeAlias
 
 from stagewright.schedules import updates
@@ -52,6 +53,10 @@ class Schedule(ABC):
     refusal: ClassVar[str] = ""  # why the engine cannot run it, where it is not runnable
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Integral) and not isinstance(value, bool):  # those of numpy too
+                object.__setattr__(self, field.name, int(value))
         check_count("num_ranks", self.num_ranks)
         check_count("num_microbatches", self.num_microbatches)
         self.check()
@@ -122,7 +127,7 @@ class Schedule(ABC):
 
 def check_count(field: str, count: object) -> None:
     """Refuse what is no count: anything but a whole number from 1 up."""
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    if not isinstance(count, Integral) or isinstance(count, bool) or count < 1:
         raise ScheduleError(f"{field} is a whole number from 1 up: got {count!r}")
 
 

@@ -213,9 +213,14 @@ class Timeline:
         return tuple(curve.peak for curve in self.memory)
 
     @cached_property
+    def critical_rows(self) -> tuple[int, ...]:
+        """The rows of the critical path in ``program.table``."""
+        return tuple(self._causes.chain())
+
+    @cached_property
     def critical_path(self) -> CriticalPath:
         """The chain of instructions that one must shorten to shorten the makespan."""
-        table, rows = self.program.table, self._causes.chain()
+        table, rows = self.program.table, self.critical_rows
         computing = communicating = 0.0
         for row, following in zip(rows, [*rows[1:], -1]):
             end = self.ends[row] if following < 0 else min(self.ends[row], self.starts[following])

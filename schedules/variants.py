@@ -15,7 +15,7 @@ def forward_only(placement: Placement, num_microbatches: int) -> Program:
         placement: that of the schedule; of several routes the first is taken by all microbatches.
         num_microbatches: any number, independent of the schedule's.
     """
-    route = placement.routes[0]
+    route, first = placement.routes[0], Placement(placement.routes, (0,) * num_microbatches)
     cells = sorted(
         (stage + microbatch, microbatch, stage)
         for stage in range(placement.num_stages)
@@ -25,7 +25,7 @@ def forward_only(placement: Placement, num_microbatches: int) -> Program:
         tuple(Forward(stage, microbatch) for _, microbatch, stage in cells if route[stage] == rank)
         for rank in range(placement.num_ranks)
     )
-    return insert_communication(Program(streams, Placement((route,)), num_microbatches))
+    return insert_communication(Program(streams, first, num_microbatches))
 
 
 def without_steps(program: Program) -> Program:

@@ -17,6 +17,7 @@ from stagewright.schedules.instructions import (
     Instruction,
     ReceiveActivation,
     ReceiveGradient,
+    ReduceGradient,
     ReduceTied,
     SendActivation,
     SendGradient,
@@ -27,7 +28,7 @@ from stagewright.schedules.placement import Placement
 from stagewright.schedules.program import Program, UpdateRule
 
 Stream: TypeAlias = tuple[Instruction, ...]
-Work: TypeAlias = Forward | Backward | Step | ReduceTied | SyncScalars
+Work: TypeAlias = Forward | Backward | Step | ReduceGradient | ReduceTied | SyncScalars
 
 
 class Endless(Protocol):
@@ -98,18 +99,23 @@ class Windows:
         scalars: an update needs a value that depends on every rank, such as the gradient norm. Such a value is there
             only after the last backward of the batch on the first rank. So each rank tells its part as soon as it can,
             and its STEP moves to just before the first forward that reads the version (or the next scalars, or into the
-            drain); the backwards in between need a second sum of gradients.
+            drain); the backwards in between need a second sum of gradients. The same goes for sums over stages and
+            over replicas.
+        data_parallel: the gradients of all stages are summed over replicas of the whole pipeline.
     """
 
     schedule: Endless
     tied_stages: frozenset[int] = frozenset()
     scalars: bool = False
+    data_parallel: bool = False
 
     @property
     def update_rule(self) -> UpdateRule:
         """The schedule's, with a second gradient buffer where STEPs wait for other ranks."""
-        rule = self.schedule.update_rule
-        return replace(rule, num_gradient_buffers=2) if self.scalars or self.tied_stages else rule
+        rule, placement = self.schedule.update_rule, self.schedule.placement
+        replicated = any(len(placement.replicas_of(stage)) > 1 for stage in range(placement.num_stages))
+        wait = self.scalars or self.tied_stages or replicated or self.data_parallel
+        return replace(rule, num_gradient_buffers=2) if wait else rule
 
     @cached_property
     def num_opening(self) -> int:
@@ -190,6 +196,8 @@ def _pieces(windows: Windows, start: int, num_windows: int) -> tuple[tuple[Strea
         [schedule.window(rank, batch, start) for batch in range(start, end)] + [schedule.drain(rank, end, start)]
         for rank in range(schedule.num_ranks)
     ]
+    if windows.data_parallel:
+        at_once = [[_reduce_all(piece) for piece in of_rank] for of_rank in at_once]
     computed = [_put_off(of_rank, windows) for of_rank in at_once]
     streams = tuple(tuple(item for piece in of_rank for item in piece) for of_rank in computed)
     whole = insert_communication(
@@ -210,11 +218,31 @@ def _is_full(window: Sequence[Work]) -> bool:
     return num_forwards == sum(isinstance(instruction, Backward) for instruction in window)
 
 
+def _reduce_all(piece: Sequence[Work]) -> list[Work]:
+    """Sum the gradients of every stage that an update steps, before the first of its STEPs."""
+    steps = [instruction for instruction in piece if isinstance(instruction, Step)]
+    work: list[Work] = []
+    reduced: set[int] = set()
+    version = 0
+    for instruction in piece:
+        match instruction:
+            case ReduceGradient(stage):
+                reduced.add(stage)
+            case Step() if instruction.version > version:
+                version = instruction.version
+                stages = [step.stage for step in steps if step.version == version and step.stage not in reduced]
+                work += map(ReduceGradient, reversed(stages))
+                reduced = set()
+        work.append(instruction)
+    return work
+
+
 def _put_off(pieces: Sequence[Sequence[Work]], windows: Windows) -> list[list[Work]]:
     """In the place of STEPs that need other ranks tell those what they must know, and step later: before the version is
     read, or before there is something to tell of the next one."""
     tied = [stage for stage in _stages_of(pieces) if stage in windows.tied_stages]
-    if not tied and not windows.scalars:
+    reduces = any(isinstance(instruction, ReduceGradient) for piece in pieces for instruction in piece)
+    if not tied and not windows.scalars and not reduces:
         return [list(piece) for piece in pieces]
     waiting: list[Step] = []
     put_off: list[list[Work]] = []
@@ -222,6 +250,9 @@ def _put_off(pieces: Sequence[Sequence[Work]], windows: Windows) -> list[list[Wo
         work: list[Work] = []
         for instruction in piece:
             match instruction:
+                case ReduceGradient():
+                    work += [*waiting, instruction]
+                    waiting = []
                 case Step(_, version) if waiting and waiting[-1].version == version:
                     waiting.append(instruction)
                 case Step():

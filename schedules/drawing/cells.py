@@ -130,6 +130,11 @@ def picture_of(timeline: Timeline) -> Picture:
     return Picture(tuple(rows), tuple(marks), shades.count, shades.is_bidirectional, origin)
 
 
+def names_of(timeline: Timeline) -> list[str]:
+    """What the rows of a picture are called."""
+    return [f"rank {rank}" for rank in range(timeline.program.num_ranks)]
+
+
 def why(event: Event, placement: Placement) -> str:
     """What an event waited for, in words such as ``waited 3 for 2SEND_F1 from rank 2``."""
     if event.waited <= 1e-9 * event.end:
@@ -162,7 +167,8 @@ class Shades:
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
-        self.is_bidirectional = len(placement.routes) > 1
+        # Where every rank has one stage, the routes are those of replicas.
+        self.is_bidirectional = len(placement.routes) > 1 and placement.num_chunks > 1
         self._chunk = {
             (rank, stage): chunk
             for rank in range(placement.num_ranks)

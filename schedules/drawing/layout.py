@@ -1,5 +1,6 @@
 """Layout: where the cells of a picture are on the page."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, log10
 from statistics import median_low
@@ -49,7 +50,7 @@ class Layout:
         return self.top + rank * (ROW + _GAP)
 
 
-def layout_of(picture: Picture, top: float) -> Layout:
+def layout_of(picture: Picture, top: float, names: Sequence[str]) -> Layout:
     """Scale time so that a cell of middling length holds its number, unless the picture grew too wide."""
     cells = [cell for row in picture.rows for cell in row if cell.parts]
     typical = median_low([(cell.end - cell.start) / len(cell.parts) for cell in cells]) if cells else 1.0
@@ -59,7 +60,7 @@ def layout_of(picture: Picture, top: float) -> Layout:
     scale = min((12 + 6 * num_digits + room_for_version) / typical, _WIDEST / end)
     fitting = [size for size in _NUMBER_SIZES if digits_width(num_digits, size) + 1 <= typical * scale]
     number_size = (fitting or _NUMBER_SIZES)[0]
-    left = MARGIN + text_width(f"rank {len(picture.rows) - 1}", NAME_SIZE) + 8
+    left = MARGIN + max(text_width(name, NAME_SIZE) for name in names) + 8
     return Layout(left, top, scale, end * scale, number_size, digits_width(num_digits, number_size))
 
 

@@ -23,7 +23,7 @@ const short = (value) => String(Number(value.toPrecision(6)));
 function taken({ end, unit, styles, ranks }) {
   const part = ([style, text, small]) => ({ fill: styles[style][0], ink: styles[style][1], text, small });
   const cell = ([start, end, token, parts, why, cause]) => ({ start, end, token, parts: parts.map(part), why, cause });
-  const lanes = ranks.map(({ cells, steps, stash, peak }) => ({ cells: cells.map(cell), steps, stash, peak }));
+  const lanes = ranks.map(({ name, cells, steps, stash, peak }) => ({ name, cells: cells.map(cell), steps, stash, peak }));
   let digits = 1;
   for (const lane of lanes) for (const { parts } of lane.cells) for (const { text } of parts) digits = Math.max(digits, text.length);
   return { end: end || 1, unit, ranks: lanes, digits, most: Math.max(...lanes.map(({ peak }) => peak)) };
@@ -58,7 +58,7 @@ function draw() {
 }
 
 function drawName(rank, index) {
-  write(`rank ${index}`, 0, yOf(index) + ROW / 2 + 4, 12, INK, "left");
+  write(rank.name, 0, yOf(index) + ROW / 2 + 4, 12, INK, "left");
   write(`peak ${short(rank.peak)}`, 0, yOf(index) + ROW + CURVE / 2 + 6, 10, "#666", "left");
 }
 
@@ -183,12 +183,12 @@ function told(rank, time, onCurve) {
   if (onCurve) {
     const after = firstOf(lane.stash, ([moment]) => moment > time);
     const held = after ? lane.stash[after - 1][1] : 0;
-    return `rank ${rank} at ${short(time)}\nholds ${short(held)} of at most ${short(lane.peak)} ${timeline.unit}`;
+    return `${lane.name} at ${short(time)}\nholds ${short(held)} of at most ${short(lane.peak)} ${timeline.unit}`;
   }
   const cell = pointed && pointed.cell;
   if (!cell) return "";
   const took = `${short(cell.start)} to ${short(cell.end)} (${short(cell.end - cell.start)})`;
-  return [`${cell.token} on rank ${rank}`, took, cell.why].filter(Boolean).join("\n");
+  return [`${cell.token} on ${lane.name}`, took, cell.why].filter(Boolean).join("\n");
 }
 
 function point(event) {

@@ -1,15 +1,18 @@
 """The HTML page: a timeline that one can zoom, move and ask, with the memory of every rank below it."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from string import Template
 from typing import Any
 
 from stagewright.schedules.drawing.caption import caption_of, memory_unit
-from stagewright.schedules.drawing.cells import Part, Picture, picture_of
+from stagewright.schedules.drawing.cells import Part, Picture, names_of, picture_of
 from stagewright.schedules.drawing.legend import Entry, entries_of
 from stagewright.schedules.drawing.palettes import Palette, hexadecimal, ink_on, palette_of
+from stagewright.schedules.memory import MemoryCurve
 from stagewright.schedules.timeline import Timeline
 
 
@@ -27,15 +30,37 @@ def html_text(timeline: Timeline, *, title: str = "", palette: str = "megatron")
     Raises:
         ScheduleError: there is no such palette.
     """
+    lanes = Lanes(picture_of(timeline), names_of(timeline), timeline.memory, memory_unit(timeline.costs))
+    return html_of(lanes, caption_of(timeline), title=title, palette=palette)
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """What a page shows.
+
+    Args:
+        picture: its rows.
+        names: what each row is called.
+        memory: what stands below each.
+        unit: of that.
+    """
+
+    picture: Picture
+    names: Sequence[str]
+    memory: Sequence[MemoryCurve]
+    unit: str
+
+
+def html_of(lanes: Lanes, caption: Sequence[str], *, title: str, palette: str) -> str:
+    """Draw lanes as a page over some sentences; title and palette as for ``html_text``."""
     colors = palette_of(palette)
-    picture = picture_of(timeline)
-    data = json.dumps(_data(timeline, picture, colors), separators=(",", ":"))
+    data = json.dumps(_data(lanes, colors), separators=(",", ":"))
     return Template(_resource("page.html")).substitute(
         title=escape(title or "Pipeline schedule"),
         style=_resource("page.css"),
-        legend="\n".join(map(_legend_item, entries_of(picture, colors))),
-        unit=memory_unit(timeline.costs),
-        caption=escape(" ".join(caption_of(timeline))),
+        legend="\n".join(map(_legend_item, entries_of(lanes.picture, colors))),
+        unit=lanes.unit,
+        caption=escape(" ".join(caption)),
         data=data,
         script=_resource("page.js"),
     )
@@ -45,8 +70,9 @@ def _resource(name: str) -> str:
     return (files("stagewright.schedules.drawing") / name).read_text("utf-8").strip()
 
 
-def _data(timeline: Timeline, picture: Picture, colors: Palette) -> dict[str, Any]:
+def _data(lanes: Lanes, colors: Palette) -> dict[str, Any]:
     """All that the script draws; it takes the lists apart in the order in which they are made here."""
+    picture = lanes.picture
     place = {
         ("F" if part.kind == "F" else "B", part.stage, part.microbatch): [rank, index]
         for rank, row in enumerate(picture.rows)
@@ -56,7 +82,7 @@ def _data(timeline: Timeline, picture: Picture, colors: Palette) -> dict[str, An
     }
     styles: dict[tuple[str, str], int] = {}
     ranks = []
-    for row, marks, memory in zip(picture.rows, picture.marks, timeline.memory):
+    for name, row, marks, memory in zip(lanes.names, picture.rows, picture.marks, lanes.memory):
         cells = [
             [
                 _time(cell.start),
@@ -70,8 +96,8 @@ def _data(timeline: Timeline, picture: Picture, colors: Palette) -> dict[str, An
         ]
         stash = [[_time(time - picture.origin), _time(value)] for time, value in zip(memory.times, memory.values)]
         steps = [[_time(mark.time), str(mark.instruction)] for mark in marks]
-        ranks.append({"cells": cells, "steps": steps, "stash": stash, "peak": memory.peak})
-    return {"end": _time(picture.end), "unit": memory_unit(timeline.costs), "styles": list(styles), "ranks": ranks}
+        ranks.append({"name": name, "cells": cells, "steps": steps, "stash": stash, "peak": memory.peak})
+    return {"end": _time(picture.end), "unit": lanes.unit, "styles": list(styles), "ranks": ranks}
 
 
 def _part(part: Part, picture: Picture, colors: Palette, styles: dict[tuple[str, str], int]) -> list[int | str]:

@@ -1,11 +1,12 @@
 """SVG: a timeline as the papers draw it, one row a rank."""
 
+from collections.abc import Sequence
 from math import floor
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 from stagewright.schedules.drawing.caption import caption_of
-from stagewright.schedules.drawing.cells import Cell, Mark, Part, Picture, picture_of
+from stagewright.schedules.drawing.cells import Cell, Mark, Part, Picture, names_of, picture_of
 from stagewright.schedules.drawing.layout import MARGIN, NAME_SIZE, ROW, Layout, layout_of, round_step
 from stagewright.schedules.drawing.legend import add_legend
 from stagewright.schedules.drawing.palettes import Palette, ink_on, palette_of
@@ -39,18 +40,21 @@ def svg_text(timeline: Timeline, *, title: str = "", palette: str = "megatron") 
     Raises:
         ScheduleError: there is no such palette.
     """
+    return svg_of(picture_of(timeline), names_of(timeline), caption_of(timeline), title=title or "", palette=palette)
+
+
+def svg_of(picture: Picture, names: Sequence[str], caption: Sequence[str], *, title: str, palette: str) -> str:
+    """Draw the rows of a picture, each with its name, over some sentences; title and palette as for ``svg_text``."""
     colors = palette_of(palette)
-    picture = picture_of(timeline)
-    layout = layout_of(picture, top=MARGIN + (24 if title else 4))
+    layout = layout_of(picture, MARGIN + (24 if title else 4), names)
     root = Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
     root.set("font-family", "Helvetica, Arial, 'DejaVu Sans', sans-serif")
     SubElement(root, "title").text = title or "Pipeline schedule"
     page = add_rect(root, 0, 0, 0, 0, WHITE)
     if title:
         add_text(root, MARGIN, MARGIN + 10, title, 14).set("font-weight", "bold")
-    for rank in range(len(picture.rows)):
-        _add_row(root, rank, picture, layout, colors)
-    caption = caption_of(timeline)
+    for rank, name in enumerate(names):
+        _add_row(root, rank, name, picture, layout, colors)
     widths = [text_width(title, 15), *(text_width(sentence, 11) for sentence in caption)]
     right = max(layout.right, MARGIN + max(widths))
     bottom = _add_axis(root, picture, layout)
@@ -65,11 +69,11 @@ def svg_text(timeline: Timeline, *, title: str = "", palette: str = "megatron") 
     return ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
-def _add_row(root: Element, rank: int, picture: Picture, layout: Layout, colors: Palette) -> None:
+def _add_row(root: Element, rank: int, name: str, picture: Picture, layout: Layout, colors: Palette) -> None:
     """One rank: its name, its idle time, its cells and its steps."""
     row = SubElement(root, "g", {"class": "rank"})
     y = layout.y(rank)
-    add_text(row, MARGIN, y + ROW / 2 + 4, f"rank {rank}", NAME_SIZE)
+    add_text(row, MARGIN, y + ROW / 2 + 4, name, NAME_SIZE)
     add_rect(row, layout.left, y, picture.end * layout.scale, ROW, WHITE, FAINT)
     for cell in picture.rows[rank]:
         _add_cell(row, cell, y, picture, layout, colors)

@@ -8,14 +8,14 @@ from stagewright.schedules.asynchronous import Cell
 from stagewright.schedules.costs import Costs
 from stagewright.schedules.formula import Formula
 from stagewright.schedules.library.looped import Grouped
-from stagewright.schedules.library.two_buffered import DoubleBuffered
+from stagewright.schedules.library.two_buffered import TwoVersions
 from stagewright.schedules.library.uniform import uniform
 from stagewright.schedules.registry import register
 
 
 @register
 @dataclass(frozen=True)
-class InterleavedDoubleBuffered(DoubleBuffered, Grouped):
+class InterleavedDoubleBuffered(TwoVersions, Grouped):
     """PipeDream-2BW over several stages a rank, in groups of N microbatches.
 
     Batch t runs on version max(t-1, 0) on all stages, as in ``2bw``, and the stages of a rank are updated together. Two
@@ -44,7 +44,7 @@ class InterleavedDoubleBuffered(DoubleBuffered, Grouped):
     def check(self) -> None:
         """The group size must be legal, and a version be there before it is read."""
         Grouped.check(self)
-        DoubleBuffered.check(self)
+        self.check_exists()
 
     def forwards(self, rank: int) -> Sequence[Cell]:
         """Group by group, in each chunk by chunk."""

@@ -44,6 +44,8 @@ class Case:
         recompute: as the pipeline takes it.
         actions: what is done after which batch.
         rows: of every batch; where left out, they do not divide by the microbatches, and change.
+        per_update: microbatches that make an update of PipeDream.
+        delays: updates that PipeDream's gradients lag behind on each stage; where left out, as many as ranks follow.
     """
 
     num_ranks: int
@@ -58,6 +60,13 @@ class Case:
     recompute: Any = "off"
     actions: Mapping[int, Action] = field(default_factory=dict)
     rows: int | None = None
+    per_update: int = 1
+    delays: tuple[int, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        """One a rank, or one for each number of replicas."""
+        return len(self.options.get("replicas", range(self.num_ranks)))
 
     @property
     def batches(self) -> list[tuple[Tensor, Tensor]]:
@@ -76,7 +85,7 @@ class Case:
     def build(self, *, tie: bool = False) -> Callable[[int], nn.Module]:
         """Stage -> module."""
         if self.model == "tied":
-            return Build(self.num_ranks, tie=tie)
+            return Build(self.num_stages, tie=tie)
         return Dropping if self.model == "dropout" else make_stage
 
 
@@ -147,11 +156,12 @@ class Versions:
 def train_delayed(case: Case) -> Trained:
     """The plain loop: forward and backward of a microbatch on old weights, updates from the newest ones.
 
-    Batch t of 2BW runs on version max(t - 1, 0). Microbatch k of PipeDream runs on version max(k - d, first), where
-    ``first`` microbatches were through at the last drain, and d is P-1-r on rank r, or P-1 with vertical sync.
+    Batch t of 2BW runs on version max(t - 1, 0), and that of a synchronous schedule on the newest. What goes into
+    update k of PipeDream runs on version max(k - d, first), where ``first`` updates were made at the last drain, and d
+    is P-1-r on rank r, or P-1 with vertical sync.
     """
     build = case.build(tie=True)
-    modules = [build(stage) for stage in range(case.num_ranks)]
+    modules = [build(stage) for stage in range(case.num_stages)]
     model = nn.Sequential(*modules)
     optimizer = OPTIMIZERS[case.optimizer](list(model.named_parameters()))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -162,14 +172,16 @@ def train_delayed(case: Case) -> Trained:
         count = case.num_microbatches
         parts = list(zip(x.tensor_split(count), y.tensor_split(count)))
         total = 0.0
-        per_update = count if case.schedule == "2bw" else 1
+        per_update = case.per_update if case.schedule == "pipedream" else count
         for microbatch, (inputs, targets) in enumerate(parts):
-            for stage in range(case.num_ranks):
+            for stage in range(case.num_stages):
                 versions.use(stage, version_of(case, stage, step, made, drained))
             share = share_of(case, targets, y)
             loss = forward(case, modules, inputs, targets, step, microbatch)
             total += loss.item() * share
-            (loss * (share if per_update == count else 1.0)).backward()
+            first = microbatch - microbatch % per_update
+            rows = sum(len(part) for _, part in parts[first : first + per_update])
+            (loss * (share if per_update == count else len(targets) / rows)).backward()
             if (microbatch + 1) % per_update == 0:
                 versions.use_newest()
                 if case.max_norm is not None:
@@ -195,6 +207,10 @@ def version_of(case: Case, stage: int, step: int, made: int, drained: int) -> in
     """The weights that a stage computes with next."""
     if case.schedule == "2bw":
         return max(step - 1, 0)
+    if case.schedule == "1f1b":
+        return made
+    if case.delays:
+        return max(made - case.delays[stage], drained)
     rank = 0 if case.options.get("vertical_sync") else stage
     return max(made - (case.num_ranks - 1 - rank), drained)
 
@@ -244,6 +260,7 @@ def make_pipeline(context: RankContext, case: Case, **options: Any) -> Pipeline:
     tied = {"tied": TIED, "loss_fn": sum_and_count, "loss_counts": True}
     options = {
         "loss_fn": squared_error,
+        "dynamic_shapes": case.rows is None,
         **(tied if case.model == "tied" else {}),
         **case.options,
         "share_loss": True,
@@ -319,7 +336,7 @@ def newest_of(pipe: Pipeline) -> dict[tuple[int, str], Tensor]:
 def assert_drained(pipe: Pipeline) -> None:
     """Nothing is in flight: no stash, no letter, no gradient."""
     training: Any = pipe._training
-    assert training._mail.is_empty
+    assert not hasattr(training, "_mail") or training._mail.is_empty
     for index, stage in pipe._stages.items():
         assert not stage.stash
         weights: Any = pipe._assembly.weights[index]

@@ -1,6 +1,11 @@
 """What stages cost: defaults, what follows from what, and what is refused."""
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy
 import pytest
+import torch
 
 from stagewright.schedules import Costs, ScheduleError
 
@@ -75,3 +80,24 @@ def test_a_sequence_of_the_wrong_length_is_refused() -> None:
 def test_what_cannot_be_a_cost_is_refused(costs: dict[str, float], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         Costs(**costs)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, numpy.array, numpy.float32, torch.tensor])
+def test_numbers_of_any_library_are_taken(kind: Callable[[object], Any]) -> None:
+    """As Python's own, so that costs are equal and hashable whatever they were read from."""
+    if kind is not numpy.float32:
+        assert Costs(forward=kind([1.0, 2.0])) == Costs(forward=(1, 2))
+    if kind not in (list, tuple):
+        assert Costs(forward=kind(3.0)) == Costs(forward=3)
+        assert hash(Costs(forward=[kind(3.0), 2])) == hash(Costs(forward=(3, 2)))
+
+
+@pytest.mark.parametrize("value", [None, "3", "34", {0: 1}, [None], ["1"], [[1]], object()])
+def test_what_is_no_number_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"a cost is a number, or one a stage: got forward="):
+        Costs(forward=value)
+
+
+def test_a_half_is_at_most_the_whole() -> None:
+    with pytest.raises(ScheduleError, match="got 2.0 of backward=1.0; give input_gradient and weight_gradient both"):
+        Costs(backward=1, input_gradient=2).of_stages(3)

@@ -124,3 +124,12 @@ def test_an_update_rule_that_makes_no_sense() -> None:
     streams = ((Forward(0, 0), Backward(0, 0), Step(0, 1)),)
     with pytest.raises(ScheduleError, match="weight versions each of the 1 ranks keeps"):
         Program(streams, linear(1), 1, 1, UpdateRule(1, (1, 1)))
+
+
+def test_a_placement_has_a_name() -> None:
+    text = "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0"
+    assert Program.from_csv(text, placement="v") == Program.from_csv(text, placement=waves(2))
+    with pytest.raises(ScheduleError, match="linear on 2 ranks has 2 stages, but here are 4"):
+        Program.from_csv(text, placement="linear")
+    with pytest.raises(ScheduleError, match="there is no placement 'round': there are linear, loop, v, wave, bidir"):
+        Program.from_csv(text, placement="round")

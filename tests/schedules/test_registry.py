@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy
 import pytest
 
 from stagewright.schedules import Schedule, ScheduleError, create, find, names, register, registry, verify
@@ -132,3 +133,10 @@ def test_a_name_belongs_to_one_schedule() -> None:
 
     with pytest.raises(ScheduleError, match="a name belongs to one schedule: 'dapple' is OneFOneB already"):
         register(Other)
+
+
+def test_counts_may_come_from_numpy() -> None:
+    schedule = create(
+        "interleaved", num_ranks=numpy.int64(2), num_microbatches=numpy.int32(4), num_chunks=numpy.int8(2)
+    )
+    assert repr(schedule) == repr(create("interleaved", num_ranks=2, num_microbatches=4, num_chunks=2))
