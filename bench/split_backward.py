@@ -29,7 +29,7 @@ from stagewright.engine.randomness import Seeds
 from stagewright.engine.stage import Stage
 from stagewright.engine.value import pack
 from stagewright.models import GPTConfig
-from stagewright.models.gpt import Layer
+from stagewright.models.gpt_layers import Layer
 
 # What I and W may cost together, and the share that W must have at least, of B.
 MOST_TOGETHER: Final = 1.05

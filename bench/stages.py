@@ -1,10 +1,15 @@
 """Stages that take a known time: asleep, without any processor, or at work."""
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+
+from stagewright.engine.deferral import Deferring, _DeferredOperation
+from stagewright.engine.operations import Linear
 
 
 class SleepStage(nn.Module):
@@ -24,6 +29,52 @@ class SleepStage(nn.Module):
         """Sleep, and let the backward sleep."""
         output: Tensor = _Sleep.apply(self.linear(x), *self.seconds)  # type: ignore[no-untyped-call]
         return output
+
+
+class HalvedSleepStage(nn.Module):
+    """The same with a backward of two halves: under split backward each sleeps when it is due.
+
+    Args:
+        forward_seconds, input_seconds, weight_seconds: for how long F, I and W sleep; B for both of the latter.
+        width: of what crosses, [rows, width].
+    """
+
+    def __init__(self, forward_seconds: float, input_seconds: float, weight_seconds: float, width: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.seconds = (forward_seconds, input_seconds)
+        self.operation = _SleepingLinear(seconds=weight_seconds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sleep, and let both halves of the backward sleep."""
+        modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, Deferring)]
+        if modes:
+            # As the mode itself does with a linear map; in the place of that its operation is one that sleeps.
+            linear = self.linear
+            arguments = (self.operation, x, linear.weight, linear.bias, modes[-1]._deferred)
+            x = _DeferredOperation.apply(*arguments)  # type: ignore[no-untyped-call]
+            output: Tensor = _Sleep.apply(x, *self.seconds)  # type: ignore[no-untyped-call]
+        else:
+            forward, backward = self.seconds
+            output = _Sleep.apply(self.linear(x), forward, backward + self.operation.seconds)  # type: ignore[no-untyped-call]
+        return output
+
+
+@dataclass(frozen=True, slots=True)
+class _SleepingLinear(Linear):
+    """A linear map whose weight gradient sleeps first."""
+
+    seconds: float = 0.0
+
+    def weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """dw."""
+        time.sleep(self.seconds)
+        return Linear.weight_gradient(self, dy, x, weight)
+
+    def add_weight_gradient(self, total: Tensor, dy: Tensor, x: Tensor, weight: Tensor) -> None:
+        """total += dw."""
+        time.sleep(self.seconds)
+        Linear.add_weight_gradient(self, total, dy, x, weight)
 
 
 class WorkStage(nn.Module):

@@ -6,10 +6,14 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from stagewright.cli import compare_command, show_command, verify_command
+from stagewright.cli import compare_command, explain_command, profile_command, show_command, verify_command
+from stagewright.cli.launcher import launcher_name, num_started_ranks
 from stagewright.cli.settings import DTYPES, OPTIMIZERS, TrainSettings
-from stagewright.cli.torchrun import torchrun_num_ranks
+from stagewright.cli.values import count, cut_choice
 from stagewright.schedules import ScheduleError, add_arguments, from_arguments
+
+# Where no launcher has started any.
+NUM_LOCAL_RANKS = 2
 
 OVERVIEW = """\
 examples:
@@ -17,6 +21,8 @@ examples:
   stagewright show 1f1b --ranks 4 --microbatches 8       who computes what, and when
   stagewright show zbv --ranks 4 -o zbv.svg              the same as a picture (svg, html) or data (csv, json, trace)
   stagewright compare --ranks 8 --microbatches 32        bubbles, stashes and sends of all schedules in one table
+  stagewright explain step.json                          why a step that `train --trace` recorded took so long
+  stagewright profile --out gpt.json                     what each layer costs on this machine
   stagewright verify program.csv                         whether a program from elsewhere is legal
   stagewright train                                      a small GPT on 2 local processes
   stagewright train --schedule gpipe --ranks 4           the same model and the same losses, another schedule
@@ -34,10 +40,15 @@ examples:
   stagewright train --schedule interleaved --chunks 2 --recompute full --dtype bfloat16 --clip 1 --tie
   stagewright train --data ~/notes --layers 6 --hidden 192 --lr 1e-3 --optimizer muon
   stagewright train --global-batch-size 32 --micro-batch-size 4        the Megatron way to say --microbatches 8
+  stagewright train --dp 2                                 2 replicas of the pipeline, each on half of every batch
+  stagewright train --ranks 4 --cut measured               layers where they make the slowest stage fastest
   stagewright train --quiet --metrics run.jsonl            the table alone, and one JSON object a step
+  stagewright train --save run --save-every 50 --resume    what a crash interrupts goes on with the same command
   stagewright train --sample "def " "class "               at the end, what the model writes after these prompts
 
   torchrun --nproc-per-node 2 -m stagewright.cli train     the ranks that torchrun starts, here 2 on this machine
+  srun --nodes 2 --ntasks-per-node 1 stagewright train     those that SLURM starts, here 1 on each of 2 machines
+  mpirun -np 2 stagewright train                           those that MPI starts, here 2 on this machine
 
   on two machines, the same command on both, with --node-rank 0 on the first and 1 on the second:
   torchrun --nnodes 2 --nproc-per-node 1 --node-rank 0 --master-addr FIRST --master-port 29500 \\
@@ -46,7 +57,10 @@ examples:
 Every batch has --batch-size sequences, cut into --microbatches; the model is cut into as many stages as the schedule
 has. The same seed gives the same losses for every synchronous schedule, number of ranks and number of microbatches
 (with --dropout, the microbatches must be the same too). 2bw and pipedream compute on older weights and have curves of
-their own. The rank that has the loss reports. At the end, bits per byte on files that were held out.
+their own. With --dp D there are D replicas of the pipeline, on ranks x D processes; each takes its share of every
+batch, and cuts that into --microbatches: the losses are those of one replica with the same --batch-size (and with
+--dropout, with D times the microbatches). The rank that has the loss reports. At the end, bits per byte on files that
+were held out.
 """
 
 
@@ -75,6 +89,8 @@ def build_parser() -> argparse.ArgumentParser:
     show_command.add_parser(commands)
     compare_command.add_parser(commands)
     verify_command.add_parser(commands)
+    profile_command.add_parser(commands)
+    explain_command.add_parser(commands)
     _add_train(
         commands.add_parser(
             "train",
@@ -88,7 +104,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
-    add_arguments(parser, num_ranks=torchrun_num_ranks() or 2)
+    add_arguments(parser, num_ranks=NUM_LOCAL_RANKS)
+    parser.add_argument(
+        "--dp",
+        type=count,
+        metavar="D",
+        help="replicas of the pipeline, each of --ranks processes, that train together on a share of every batch each "
+        "(default %(default)s)",
+    )
     text = parser.add_argument_group("text")
     text.add_argument(
         "--data",
@@ -106,9 +129,35 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--heads", type=count, metavar="N", help="attention heads (default %(default)s)")
     model.add_argument("--dropout", type=float, metavar="P", help="share that is dropped (default %(default)s)")
     model.add_argument("--tie", action="store_true", help="one weight for embedding and head, whatever their ranks")
+    model.add_argument(
+        "--cut",
+        type=cut_choice,
+        metavar="CUT",
+        help="how the layers are divided into stages: even; parameters or measured: the greatest stage as small as can "
+        "be, by number of parameters or by time, embedding and head too; counts=1,3,2: layers of each stage; "
+        "layout=Et|ttt|ttL: as in Megatron (default %(default)s)",
+    )
+    model.add_argument(
+        "--profile", type=Path, metavar="FILE", help="for --cut measured: what `stagewright profile --out` has measured"
+    )
     _add_learning(parser)
+    _add_saving(parser)
     output = parser.add_argument_group("output")
-    output.add_argument("--metrics", type=Path, metavar="FILE", help="write one JSON object a step to this file")
+    output.add_argument(
+        "--metrics",
+        type=Path,
+        metavar="FILE",
+        help="write one JSON object a step to this file, with --resume behind its end",
+    )
+    output.add_argument(
+        "--tensorboard",
+        type=Path,
+        metavar="DIR",
+        help="write curves for TensorBoard to this folder (extra: tensorboard)",
+    )
+    output.add_argument(
+        "--trace", type=Path, metavar="FILE", help="record the last steps in this file, for `stagewright explain`"
+    )
     output.add_argument(
         "--sample", type=prompt, nargs="+", metavar="TEXT", help="let the trained model continue these texts"
     )
@@ -120,9 +169,31 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         help="1 samples as the model predicts, 0 takes the likeliest byte (default %(default)s)",
     )
     output.add_argument("--quiet", action="store_true", help="print the closing table alone, and the samples")
-    # --batch-size keeps None for "not given", so that --global-batch-size can stand in for it.
+    # None is "not given": a launcher can stand in for --ranks, and --global-batch-size for --batch-size.
     defaults = {field.name: field.default for field in fields(TrainSettings) if field.default is not MISSING}
-    parser.set_defaults(**defaults | {"batch_size": None})
+    parser.set_defaults(**defaults | {"batch_size": None, "ranks": None})
+
+
+def _add_saving(parser: argparse.ArgumentParser) -> None:
+    saving = parser.add_argument_group("checkpoints")
+    saving.add_argument(
+        "--save",
+        type=Path,
+        metavar="DIR",
+        help="save the training to this folder at the end, and with --save-every before",
+    )
+    saving.add_argument("--save-every", type=count, metavar="N", help="save after every N updates too")
+    saving.add_argument("--keep", type=count, metavar="N", help="keep the last N checkpoints (default: all)")
+    saving.add_argument("--save-async", action="store_true", help="write checkpoints while the training goes on")
+    saving.add_argument(
+        "--resume",
+        type=Path,
+        nargs="?",
+        const=True,
+        metavar="DIR",
+        help="go on from the newest checkpoint in this folder, or from this very one; without DIR from the folder of "
+        "--save, or from the beginning while nothing is there. Schedule, ranks, chunks, --dp and --cut may be others",
+    )
 
 
 def _add_learning(parser: argparse.ArgumentParser) -> None:
@@ -163,11 +234,9 @@ def _add_learning(parser: argparse.ArgumentParser) -> None:
 def train_settings(arguments: argparse.Namespace) -> TrainSettings:
     """Turn the parsed flags of `train` into settings.
 
-    Raises ScheduleError where they select no schedule, or contradict each other or torchrun.
+    Raises ValueError where they select no schedule, or contradict each other or what has started the ranks.
     """
-    num_started = torchrun_num_ranks()
-    if num_started not in (None, arguments.ranks):
-        raise ScheduleError(f"torchrun has started {num_started} ranks: got --ranks {arguments.ranks}; leave it out")
+    _check_started(arguments)
     given = {arguments.batch_size, arguments.global_batch_size} - {None}
     if len(given) > 1:
         raise ScheduleError(
@@ -176,17 +245,32 @@ def train_settings(arguments: argparse.Namespace) -> TrainSettings:
         )
     arguments.batch_size = given.pop() if given else TrainSettings.batch_size
     if arguments.micro_batch_size is not None:
-        arguments.global_batch_size = arguments.batch_size
+        arguments.global_batch_size = _rows_of_replica(arguments)
     arguments.schedule = from_arguments(arguments)
     arguments.sample = tuple(arguments.sample)
     return TrainSettings(**{field.name: getattr(arguments, field.name) for field in fields(TrainSettings)})
 
 
-def count(text: str) -> int:
-    """Read a whole number from 1 up."""
-    if text.isascii() and text.isdigit() and int(text) >= 1:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"a whole number from 1 up is needed: got {text!r}")
+def _rows_of_replica(arguments: argparse.Namespace) -> int:
+    """A replica's share of the batch, which microbatches of a given size are to make up."""
+    batch_size, dp, size = arguments.batch_size, arguments.dp, arguments.micro_batch_size
+    if dp > 1 and batch_size % (dp * size):
+        raise ScheduleError(f"--batch-size {batch_size} is not a multiple of --dp {dp} x --micro-batch-size {size}")
+    rows: int = batch_size // dp
+    return rows
+
+
+def _check_started(arguments: argparse.Namespace) -> None:
+    """Deal the ranks that a launcher has started to the replicas, unless --ranks says so already."""
+    num_started = num_started_ranks()
+    if arguments.ranks is None:
+        arguments.ranks = NUM_LOCAL_RANKS if num_started is None else max(num_started // arguments.dp, 1)
+    if num_started not in (None, arguments.ranks * arguments.dp):
+        replicas = "" if arguments.dp == 1 else f" and --dp {arguments.dp}"
+        remedy = "leave it out" if num_started % arguments.dp == 0 else "give a --dp that divides them"
+        raise ScheduleError(
+            f"{launcher_name()} has started {num_started} ranks: got --ranks {arguments.ranks}{replicas}; {remedy}"
+        )
 
 
 def positive(text: str) -> float:

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import Final, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from stagewright.cli.compare import Figures, Refusal, compare
 from stagewright.cli.costs import add_costs
+from stagewright.cli.size import check_size
 from stagewright.schedules import Costs, Formula, ScheduleError
 from stagewright.schedules.arguments import import_schedules
 from stagewright.schedules.schedule import check_count
@@ -26,6 +28,25 @@ examples:
 The costs are those of a whole rank's share of the model for one microbatch; a chunk costs its share of that, so that
 schedules with different numbers of chunks can be compared.
 """
+
+# Two lines of heading, and the side of the column that its cells keep to.
+COLUMNS: Final[Sequence[tuple[str, str, Literal["left", "right"]]]] = (
+    ("", "schedule", "left"),
+    ("", "V", "left"),
+    ("", "idle by formula", "left"),
+    ("", "of", "left"),
+    ("", "bubble", "left"),
+    ("simulated", "makespan", "right"),
+    ("bubble of", "span", "right"),
+    ("", "steady", "right"),
+    ("time per", "batch", "right"),
+    ("", "stash", "right"),
+    ("", "weights", "left"),
+    ("", "sends", "left"),
+    ("", "updates", "left"),
+)
+# What a narrow terminal does without, first to last.
+DISPENSABLE: Final = ("idle by formula", "sends", "of", "updates", "bubble", "V", "weights", "bubble of span", "steady")
 
 # What the table is sorted by, and how to read it.
 LEGEND = (
@@ -82,6 +103,7 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
             check_count("--chunks", arguments.chunks)
         if arguments.memory_cap is not None and not arguments.memory_cap > 0:
             raise ScheduleError(f"--memory-cap is above zero: got {arguments.memory_cap:g}")
+        check_size(num_ranks, num_microbatches, arguments.chunks or 1)
         import_schedules(arguments.schedule_module)
         figures, refused = compare(num_ranks, num_microbatches, arguments.chunks, arguments.costs, arguments.memory_cap)
     except ScheduleError as error:
@@ -96,18 +118,36 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
 def report(console: Console, shape: str, costs: Costs, figures: Sequence[Figures], refused: Sequence[Refusal]) -> None:
     """Print the table, how to read it, and what is not in it."""
     console.print(f"{shape}; a rank's share of the model costs {describe(costs)}", style="bold", soft_wrap=True)
-    table, width = table_of(figures), console.width
-    # A table that is folded cannot be read; one that is wider than the window can be.
-    console.width = max(width, Measurement.get(console, console.options.update(max_width=1000), table).maximum)
-    console.print(table)
-    console.width = width
+    left_out = print_table(console, figures)
     for line in LEGEND:
         console.print(line, style="dim", highlight=False)
+    if left_out:
+        console.print(
+            f"For want of width there is no {', '.join(left_out)}: pipe this, or widen the window.", style="dim"
+        )
     for schedule in (row.schedule for row in figures if not row.schedule.runnable):
         console.print(f"* The engine does not run {schedule.name}: {schedule.refusal}", style="dim", highlight=False)
     if refused:
         console.print("\nNot on this shape:", style="bold")
         console.print(refusals_of(refused))
+
+
+def print_table(console: Console, figures: Sequence[Figures]) -> list[str]:
+    """Print as many columns as a terminal has room for, all to a pipe; return which were left out."""
+    left_out: list[str] = []
+    table, width = table_of(figures, left_out), console.width
+    while console.is_terminal and _width_of(table, console) > width and len(left_out) < len(DISPENSABLE):
+        left_out.append(DISPENSABLE[len(left_out)])
+        table = table_of(figures, left_out)
+    # A table that is folded cannot be read; one that is wider than the window can be.
+    console.width = max(width, _width_of(table, console))
+    console.print(table)
+    console.width = width
+    return left_out
+
+
+def _width_of(table: Table, console: Console) -> int:
+    return Measurement.get(console, console.options.update(max_width=1000), table).maximum
 
 
 def describe(costs: Costs) -> str:
@@ -138,17 +178,16 @@ def _number(value: float | Sequence[float]) -> str:
     return ":".join(f"{number:g}" for number in value) if isinstance(value, Sequence) else f"{value:g}"
 
 
-def table_of(rows: Sequence[Figures]) -> Table:
+def table_of(rows: Sequence[Figures], left_out: Sequence[str] = ()) -> Table:
     """One line a schedule."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in ("\nschedule", "\nV", "\nidle by formula", "\nof", "\nbubble"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("simulated\nmakespan", "bubble of\nspan", "\nsteady", "time per\nbatch", "\nstash"):
-        table.add_column(heading, no_wrap=True, justify="right")
-    for heading in ("\nweights", "\nsends", "\nupdates"):
-        table.add_column(heading, no_wrap=True)
+    kept = [index for index, (above, below, _) in enumerate(COLUMNS) if f"{above} {below}".strip() not in left_out]
+    for index in kept:
+        above, below, justify = COLUMNS[index]
+        table.add_column(f"{above}\n{below}", no_wrap=True, justify=justify)
     for row in rows:
-        table.add_row(*_cells(row))
+        cells = _cells(row)
+        table.add_row(*(cells[index] for index in kept))
     return table
 
 

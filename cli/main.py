@@ -2,21 +2,24 @@
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from stagewright.cli import compare_command, show_command, verify_command
+from stagewright.cli import compare_command, explain_command, profile_command, show_command, verify_command
 from stagewright.cli.arguments import build_parser, train_settings
-from stagewright.cli.report import MetricsError
+from stagewright.cli.launcher import is_first_rank, is_launched
+from stagewright.cli.metrics import MetricsError
 from stagewright.cli.show import list_schedules
-from stagewright.cli.torchrun import is_first_rank
 from stagewright.schedules import ScheduleError
 from stagewright.schedules.arguments import import_schedules
 
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
+# As a shell reports what SIGPIPE ended.
+EXIT_UNREAD = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,19 +30,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         match parsed.command:
             case "list":
-                return run_list(parsed)
+                return printed(run_list, parsed)
             case "show":
-                return show_command.run(parsed)
+                return printed(show_command.run, parsed)
             case "compare":
-                return compare_command.run(parsed)
+                return printed(compare_command.run, parsed)
             case "verify":
-                return verify_command.run(parsed)
+                return printed(verify_command.run, parsed)
+            case "explain":
+                return printed(explain_command.run, parsed)
+            case "profile":
+                return printed(profile_command.run, parsed)
             case _:
                 return run_train(parsed)
     except KeyboardInterrupt:
-        # A terminal shows ^C, and maybe half a progress bar, on the line where the cursor stands.
-        sys.stderr.write("\ninterrupted\n" if sys.stderr.isatty() else "interrupted\n")
+        if is_launched():  # torchrun passes on what its terminal has told every rank already
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if is_first_rank():
+            # A terminal shows ^C, and maybe half a progress bar, on the line where the cursor stands.
+            sys.stderr.write("\ninterrupted\n" if sys.stderr.isatty() else "interrupted\n")
         return EXIT_INTERRUPTED
+
+
+def printed(run: Callable[[argparse.Namespace], int], parsed: argparse.Namespace) -> int:
+    """Run a command that only prints, to a reader who may have had enough before the end, as `head` has."""
+    try:
+        code = run(parsed)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may Python complain when it ends
+        return EXIT_UNREAD
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stderr.write(f"stagewright {parsed.command}: cannot write the output: {error.strerror or error}\n")
+        return EXIT_WRONG_INPUT
+    return code
 
 
 def run_list(parsed: argparse.Namespace) -> int:

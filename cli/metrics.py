@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from stagewright.cli.bubble import Bubble
+from stagewright.schedules.recording import Recording
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,9 @@ class StepMetrics:
 class TrainResult:
     """What the whole run did. Losses are in nats per byte, unless they are called bits.
 
-    `version` is the weight version that was validated, `loss_scale` that of float16 at the end; `continuations` are
-    what the model wrote after each prompt.
+    `version` is the weight version that was validated, `cut` says which layers each stage had, `loss_scale` is that of
+    float16 at the end; `recording` has the last steps, if they were to be traced; `continuations` are what the model
+    wrote after each prompt.
     """
 
     first_loss: float
@@ -36,7 +38,9 @@ class TrainResult:
     unigram_bits: float
     tokens_per_second: float
     bubble: Bubble
+    cut: str = ""
     loss_scale: float | None = None
+    recording: Recording | None = None
     continuations: tuple[bytes, ...] = ()
 
     @property
@@ -53,3 +57,17 @@ class Listener(Protocol):
 
     def run_done(self, result: TrainResult) -> None:
         """Hear of the whole run."""
+
+
+class Silence:
+    """A listener that says nothing."""
+
+    def step_done(self, metrics: StepMetrics) -> None:
+        """Say nothing."""
+
+    def run_done(self, result: TrainResult) -> None:
+        """Say nothing."""
+
+
+class MetricsError(ValueError):
+    """What a run tells about itself cannot be written."""

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -11,25 +10,13 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
-from stagewright.cli.metrics import Listener, StepMetrics, TrainResult
+from stagewright.cli.metrics import Listener, MetricsError, Silence, StepMetrics, TrainResult
 from stagewright.cli.settings import TrainSettings
+from stagewright.cli.tensorboard import open_curves
+from stagewright.cli.trace_file import TraceFile
 from stagewright.schedules import Schedule
 
 NUM_LINES = 20
-
-
-class MetricsError(ValueError):
-    """The file of metrics cannot be written."""
-
-
-class Silence:
-    """Says nothing."""
-
-    def step_done(self, metrics: StepMetrics) -> None:
-        """Say nothing."""
-
-    def run_done(self, result: TrainResult) -> None:
-        """Say nothing."""
 
 
 class Bar(Silence):
@@ -41,7 +28,7 @@ class Bar(Silence):
 
     def step_done(self, metrics: StepMetrics) -> None:
         """Move the bar."""
-        self.progress.update(self.task, advance=1, loss=metrics.loss, speed=metrics.tokens_per_second)
+        self.progress.update(self.task, completed=metrics.step, loss=metrics.loss, speed=metrics.tokens_per_second)
 
 
 class Lines(Silence):
@@ -51,14 +38,16 @@ class Lines(Silence):
         self.console = console
         self.num_steps = num_steps
         self.seconds = 0.0
+        self.num_done = 0
 
     def step_done(self, metrics: StepMetrics) -> None:
         """Print a line, if it is this step's turn."""
         self.seconds += metrics.step_seconds
+        self.num_done += 1
         interval = max(self.num_steps // NUM_LINES, 1)
-        if metrics.step not in (1, self.num_steps) and metrics.step % interval:
+        if self.num_done > 1 and metrics.step != self.num_steps and metrics.step % interval:
             return
-        seconds_left = self.seconds / metrics.step * (self.num_steps - metrics.step)
+        seconds_left = self.seconds / self.num_done * (self.num_steps - metrics.step)
         self.console.print(
             f"step {metrics.step:>{len(str(self.num_steps))}}/{self.num_steps}  loss {metrics.loss:.4f}  "
             f"{metrics.tokens_per_second:.0f} tokens/s  {seconds_left:.0f} s to go",
@@ -121,11 +110,15 @@ class Together:
 
 @contextmanager
 def open_report(settings: TrainSettings, console: Console) -> Iterator[Listener]:
-    """Open what the settings ask for: a bar or lines unless quiet, and the file of metrics if there is one."""
+    """Open what the settings ask for: a bar or lines unless quiet, metrics and curves if they are wanted."""
     with ExitStack() as stack:
         listeners: list[Listener] = []
         if settings.metrics is not None:
-            listeners.append(JsonLines(stack.enter_context(open_metrics(settings.metrics))))
+            listeners.append(JsonLines(stack.enter_context(open_metrics(settings))))
+        if settings.tensorboard is not None:
+            listeners.append(stack.enter_context(open_curves(settings.tensorboard)))
+        if settings.trace is not None:
+            listeners.append(TraceFile(settings.trace))
         if not settings.quiet and console.is_terminal:
             progress = stack.enter_context(make_progress(console))
             listeners.append(Bar(progress, progress.add_task("", total=settings.steps, loss=float("nan"), speed=0.0)))
@@ -134,10 +127,15 @@ def open_report(settings: TrainSettings, console: Console) -> Iterator[Listener]
         yield Together(listeners)
 
 
-def open_metrics(path: Path) -> TextIO:
-    """Open a file to write metrics to. Raises MetricsError where that cannot be done."""
+def open_metrics(settings: TrainSettings) -> TextIO:
+    """Open the file to write metrics to, behind what is there if the run may go on from an earlier one.
+
+    Raises MetricsError where that cannot be done.
+    """
+    path = settings.metrics
+    assert path is not None, "nobody opens what is not wanted"
     try:
-        return path.open("w", encoding="utf-8")
+        return path.open("w" if settings.resume is None else "a", encoding="utf-8")
     except OSError as error:
         raise MetricsError(f"cannot write the metrics to {path}: {error.strerror or error}") from error
 
@@ -160,7 +158,9 @@ def closing_table(settings: TrainSettings, result: TrainResult) -> Table:
     schedule, bubble = settings.schedule, result.bubble
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     shape = f"{counted(schedule.num_ranks, 'rank')}, {counted(schedule.num_microbatches, 'microbatch')}"
+    shape += "" if settings.dp == 1 else f", {settings.dp} replicas"
     table.add_row("schedule", schedule.name, shape)
+    table.add_row("cut", Text(result.cut), "E embedding, t layer, L head and loss")
     table.add_row("training loss, first step", f"{result.first_loss:.4f}", "nats per byte")
     table.add_row("training loss, last step", f"{result.last_loss:.4f}", "nats per byte")
     table.add_row("validation loss", f"{result.validation_bits:.4f}", "bits per byte")

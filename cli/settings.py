@@ -18,11 +18,14 @@ class TrainSettings:
     data: Path | None = None
     sequence: int = 128
     batch_size: int = 16
+    dp: int = 1
     layers: int = 4
     hidden: int = 128
     heads: int = 4
     dropout: float = 0.0
     tie: bool = False
+    cut: str = "even"
+    profile: Path | None = None
     steps: int = 400
     optimizer: str = "adamw"
     lr: float = 1e-3
@@ -34,7 +37,14 @@ class TrainSettings:
     sample: tuple[str, ...] = ()
     sample_bytes: int = 200
     temperature: float = 0.8
+    save: Path | None = None
+    save_every: int | None = None
+    save_async: bool = False
+    keep: int | None = None
+    resume: Path | Literal[True] | None = None
     metrics: Path | None = None
+    tensorboard: Path | None = None
+    trace: Path | None = None
     quiet: bool = False
 
     @property
@@ -49,11 +59,16 @@ class TrainSettings:
 
     @property
     def reporter(self) -> int:
-        """The rank that reports: the first one that has the last stage, and so the loss.
+        """The rank that reports: of the first replica the first one that has the last stage, and so the loss.
 
         No other need wait for the loss, which would take from an asynchronous schedule what it is for.
         """
-        return self.schedule.placement.replicas_of(self.schedule.num_stages - 1)[0]
+        return self.dp * self.schedule.placement.replicas_of(self.schedule.num_stages - 1)[0]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all replicas together."""
+        return self.dp * self.schedule.num_ranks
 
     @property
     def version(self) -> int:

@@ -2,7 +2,6 @@
 
 import argparse
 import io
-import os
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.console import Console
 
 from stagewright.cli.costs import add_costs
 from stagewright.cli.show import show_schedule
+from stagewright.cli.size import check_size
 from stagewright.schedules import Schedule, ScheduleError, Timeline, add_arguments, find, from_arguments, simulate
 from stagewright.schedules.arguments import import_schedules
 from stagewright.schedules.drawing import PALETTES, html_text, json_text, svg_text, trace_text
@@ -20,6 +20,7 @@ from stagewright.schedules.drawing.palettes import palette_of
 FORMATS: Final = ("text", "svg", "html", "csv", "json", "trace")
 # What the end of a file's name says where --format is left out.
 ENDINGS: Final = {".trace.json": "trace", ".txt": "text"} | {f".{name}": name for name in FORMATS[1:]}
+DEFAULT: Final = "1f1b"
 # Batches of an asynchronous schedule: the pipeline fills, is full, and drains.
 STEPS_OF_ASYNCHRONOUS: Final = 3
 
@@ -46,7 +47,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", nargs="?", metavar="SCHEDULE", help="as named by `stagewright list`")
-    add_arguments(parser, num_ranks=4)
+    add_arguments(parser, schedule=DEFAULT, num_ranks=4)
+    parser.set_defaults(schedule=None)
     parser.add_argument(
         "--steps",
         type=int,
@@ -76,14 +78,12 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
         timeline = simulate(program, arguments.costs)
         form = arguments.format or _format_of(arguments.output)
         if arguments.output is not None:
-            arguments.output.write_text(
-                drawn(form, schedule, timeline, arguments.palette), encoding="utf-8", newline="\n"
-            )
+            _write(arguments.output, drawn(form, schedule, timeline, arguments.palette))
         elif form == "text":
             show_schedule(console or Console(), schedule, timeline, palette_of(arguments.palette))
         else:
             _print(drawn(form, schedule, timeline, arguments.palette))
-    except (ScheduleError, OSError) as error:
+    except ScheduleError as error:
         sys.stderr.write(f"stagewright show: {error}\n")
         return 2
     return 0
@@ -111,22 +111,38 @@ def drawn(form: str, schedule: Schedule, timeline: Timeline, palette: str) -> st
 
 def _schedule(arguments: argparse.Namespace) -> Schedule:
     """The schedule that the flags select, planned for their costs if it is one that plans."""
-    arguments.schedule = arguments.name or arguments.schedule
     import_schedules(arguments.schedule_module)
+    if arguments.name is not None and arguments.schedule is not None:
+        raise ScheduleError(f"show draws one schedule: got {arguments.name} and --schedule {arguments.schedule}")
+    arguments.schedule = arguments.name or arguments.schedule or DEFAULT
+    check_size(arguments.ranks, arguments.microbatches or 2 * arguments.ranks, arguments.chunks or 1)
     plans = any(field.name == "costs" for field in fields(find(arguments.schedule)))
     return from_arguments(arguments, **({"costs": arguments.costs} if plans else {}))
 
 
 def _format_of(file: Path | None) -> str:
-    """What the end of a file's name says; text where it says nothing."""
+    """What the end of a file's name says; text where it has none.
+
+    Raises:
+        ScheduleError: it names a format that there is not.
+    """
     name = "" if file is None else file.name.lower()
-    return next((form for ending, form in ENDINGS.items() if name.endswith(ending)), "text")
+    form = next((form for ending, form in ENDINGS.items() if name.endswith(ending)), None)
+    if form is None and Path(name).suffix:
+        raise ScheduleError(
+            f"the end of a file's name says its format: {Path(name).suffix} is none of {' '.join(ENDINGS)}; "
+            "take one of these, or say --format"
+        )
+    return form or "text"
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise ScheduleError(f"cannot write {file}: {error.strerror}") from error
 
 
 def _print(text: str) -> None:
-    """Write to the standard output, whose reader may have had enough before the end, as `head` has."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`stagewright train`: check the settings, start the ranks or join those of torchrun, print what came out."""
+"""`stagewright train`: check the settings, start ranks or join those that were started, print what came out."""
 
 from functools import partial
 
@@ -6,14 +6,18 @@ from rich.console import Console
 
 from stagewright.cli.batches import Batches
 from stagewright.cli.corpus import Corpus, load_corpus
-from stagewright.cli.metrics import TrainResult
-from stagewright.cli.report import Silence, counted, open_metrics, open_report, print_result
+from stagewright.cli.cutting import check_cut
+from stagewright.cli.launcher import num_started_ranks, own_rank
+from stagewright.cli.metrics import Silence, TrainResult
+from stagewright.cli.report import counted, open_metrics, open_report, print_result
+from stagewright.cli.saving import check_saving, resumed_updates
 from stagewright.cli.settings import TrainSettings
-from stagewright.cli.torchrun import torchrun_num_ranks, torchrun_rank
+from stagewright.cli.tensorboard import import_writer, make_folder
+from stagewright.cli.trace_file import check_trace
 from stagewright.cli.trainer import gpt_config, train
 from stagewright.engine import RankContext, from_environment, launch_local
+from stagewright.engine.environment import meeting_point, started_rank
 from stagewright.engine.plan import plan_of, windows_of
-from stagewright.models import layers_of_stage
 from stagewright.schedules import ScheduleError
 
 
@@ -23,10 +27,12 @@ def check(settings: TrainSettings) -> Corpus:
     Raises ValueError.
     """
     schedule = settings.schedule
-    if settings.batch_size < schedule.num_microbatches:
+    num_microbatches = settings.dp * schedule.num_microbatches
+    if settings.batch_size < num_microbatches:
+        each = "" if settings.dp == 1 else f" in each of {settings.dp} replicas"
         raise ValueError(
             f"every microbatch needs a sequence: got a batch of {settings.batch_size} for {schedule.num_microbatches} "
-            f"microbatches; use --batch-size {schedule.num_microbatches} or fewer microbatches"
+            f"microbatches{each}; use --batch-size {num_microbatches} or fewer microbatches"
         )
     if settings.accumulate > 1 and not schedule.synchronous:
         raise ScheduleError(
@@ -34,12 +40,16 @@ def check(settings: TrainSettings) -> Corpus:
             f"got --accumulate {settings.accumulate}; use --batch-size {settings.accumulate * settings.batch_size} "
             f"--microbatches {settings.accumulate * schedule.num_microbatches}, or a synchronous schedule"
         )
-    gpt_config(settings)
-    layers_of_stage(settings.layers, schedule.num_stages, 0)
+    check_cut(settings, gpt_config(settings), reads_profile=own_rank() in (None, 0))
     check_runs(settings)
+    if settings.tensorboard is not None:
+        import_writer()
+    if (started := started_rank()) is not None:
+        meeting_point(started)
     corpus = load_corpus(settings.data)
     for data in (corpus.train, corpus.validation):
         Batches(data, settings.sequence, settings.batch_size, settings.seed)
+    check_saving(settings, corpus)
     return corpus
 
 
@@ -57,8 +67,8 @@ def run(settings: TrainSettings, corpus: Corpus, console: Console) -> None:
 
     Raises MetricsError where the file of metrics cannot be written, on the rank that would.
     """
-    if torchrun_num_ranks() is not None:
-        run_under_torchrun(settings, corpus, console)
+    if num_started_ranks() is not None:
+        run_under_launcher(settings, corpus, console)
         return
     try:
         run_local(settings, corpus, console)
@@ -70,13 +80,13 @@ def run_local(settings: TrainSettings, corpus: Corpus, console: Console) -> None
     """Train on processes of this machine, one a rank."""
     check_metrics(settings)
     introduce(settings, corpus, console)
-    results = launch_local(partial(train_rank, settings), num_ranks=settings.schedule.num_ranks)
+    results = launch_local(partial(train_rank, settings), num_ranks=settings.num_ranks)
     print_result(settings, results[settings.reporter], console)
 
 
-def run_under_torchrun(settings: TrainSettings, corpus: Corpus, console: Console) -> None:
-    """Train as one of the ranks that torchrun has started."""
-    reports = torchrun_rank() == settings.reporter
+def run_under_launcher(settings: TrainSettings, corpus: Corpus, console: Console) -> None:
+    """Train as one of the ranks that torchrun, mpirun or srun has started."""
+    reports = own_rank() == settings.reporter
     if reports:
         check_metrics(settings)
     with from_environment() as context:
@@ -100,7 +110,11 @@ def train_rank(settings: TrainSettings, context: RankContext) -> TrainResult | N
 def check_metrics(settings: TrainSettings) -> None:
     """Find out now whether metrics can be written, where they will be. Raises MetricsError."""
     if settings.metrics is not None:
-        open_metrics(settings.metrics).close()
+        open_metrics(settings).close()
+    if settings.tensorboard is not None:
+        make_folder(settings.tensorboard)
+    if settings.trace is not None:
+        check_trace(settings.trace)
 
 
 def introduce(settings: TrainSettings, corpus: Corpus, console: Console) -> None:
@@ -109,11 +123,14 @@ def introduce(settings: TrainSettings, corpus: Corpus, console: Console) -> None
         return
     schedule = settings.schedule
     accumulated = "" if settings.accumulate == 1 else f", {settings.accumulate} batches an update"
+    replicated = "" if settings.dp == 1 else f" in each of {settings.dp} replicas"
+    num_updates = resumed_updates(settings, corpus)
+    resumed = "" if num_updates is None else f"\nresumes after step {num_updates}"
     console.print(
         f"{schedule.name}: {schedule.summary}\n"
-        f"{counted(schedule.num_ranks, 'rank')}, {counted(schedule.num_stages, 'stage')}; batches of "
+        f"{counted(schedule.num_ranks, 'rank')}, {counted(schedule.num_stages, 'stage')}{replicated}; batches of "
         f"{counted(settings.batch_size, 'sequence')} of {settings.sequence} bytes in "
-        f"{counted(schedule.num_microbatches, 'microbatch')}{accumulated}\n{corpus.description}",
+        f"{counted(schedule.num_microbatches, 'microbatch')}{accumulated}\n{corpus.description}{resumed}",
         highlight=False,
         soft_wrap=True,
     )

@@ -8,15 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from stagewright.schedules import Placement, Program, ScheduleError, UpdateRule, simulate, verify
-from stagewright.schedules.placement import bidirectional, linear, looped, waves
+from stagewright.schedules import Program, ScheduleError, UpdateRule, simulate, verify
+from stagewright.schedules.placement import NAMES as PLACEMENTS
 from stagewright.schedules.proof import SEMANTICS
 from stagewright.schedules.proof.completion import complete
 
 # Far above any real program: 32 MiB are some five million instructions.
 MAX_BYTES: Final = 32 * 2**20
 MAX_RANKS: Final = 4096
-PLACEMENTS: Final = ("linear", "loop", "v", "wave", "bidirectional")
 
 EXIT_ILLEGAL: Final = 1
 EXIT_WRONG_INPUT: Final = 2
@@ -121,9 +120,7 @@ def program_of(text: str, arguments: argparse.Namespace) -> Program:
     Raises:
         ScheduleError: the text is no program, or not one of that shape.
     """
-    program = Program.from_csv(text, num_microbatches=arguments.microbatches)
-    if arguments.placement is not None:
-        program = replace(program, placement=_placement(arguments.placement, program))
+    program = Program.from_csv(text, num_microbatches=arguments.microbatches, placement=arguments.placement)
     if arguments.chunks is not None and program.placement.num_chunks != arguments.chunks:
         raise ScheduleError(
             f"a rank owns {program.placement.num_chunks} stage(s) here, not --chunks {arguments.chunks}"
@@ -135,29 +132,6 @@ def program_of(text: str, arguments: argparse.Namespace) -> Program:
         arguments.gradient_buffers,
     )
     return replace(program, update_rule=rule)
-
-
-def _placement(name: str, program: Program) -> Placement:
-    """A placement by name for as many ranks and stages as the program has."""
-    num_ranks, num_stages = program.num_ranks, program.num_stages
-    num_chunks = -(-num_stages // num_ranks)
-    match name:
-        case "linear":
-            placement = linear(num_ranks)
-        case "loop":
-            placement = looped(num_ranks, num_chunks)
-        case "v":
-            placement = waves(num_ranks)
-        case "wave":
-            placement = waves(num_ranks, -(-num_chunks // 2))
-        case _:
-            route = tuple(range(num_ranks))
-            placement = bidirectional((route, route[::-1]), program.num_microbatches)
-    if placement.num_stages != num_stages:
-        raise ScheduleError(
-            f"{name} on {num_ranks} ranks has {placement.num_stages} stages, but here are {num_stages}", "placement"
-        )
-    return placement
 
 
 def summary(program: Program, file: str, semantics: str) -> str:

@@ -1,13 +1,24 @@
 """The engine: runs a schedule's program for real, one executor a rank."""
 
 from stagewright.engine.batch import PerMicrobatch
-from stagewright.engine.context import RankContext, from_environment, under_torchrun
+from stagewright.engine.checkpoint import Checkpoints
+from stagewright.engine.checkpoint_export import (
+    full_state_dict,
+    load_full_state_dict,
+    read_part,
+    read_state_dict,
+    write_state_dict,
+)
+from stagewright.engine.context import RankContext, from_environment
+from stagewright.engine.environment import under_launcher, under_torchrun
 from stagewright.engine.errors import PeerError, RankError
 from stagewright.engine.launch import launch_local
+from stagewright.engine.mesh import make_mesh
 from stagewright.engine.pipeline import Pipeline
 from stagewright.engine.staleness import DiscrepancyCorrection, ErrorFeedback, LearningRateDiscount, WeightPrediction
 
 __all__ = [
+    "Checkpoints",
     "DiscrepancyCorrection",
     "ErrorFeedback",
     "LearningRateDiscount",
@@ -18,6 +29,13 @@ __all__ = [
     "RankError",
     "WeightPrediction",
     "from_environment",
+    "full_state_dict",
     "launch_local",
+    "load_full_state_dict",
+    "make_mesh",
+    "read_part",
+    "read_state_dict",
+    "under_launcher",
     "under_torchrun",
+    "write_state_dict",
 ]

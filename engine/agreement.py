@@ -9,6 +9,7 @@ from typing import Final
 import torch
 
 from stagewright.engine.transport.contract import Channel, Kind, Receipt, Transport
+from stagewright.engine.transport.group import Group, start_numbers
 from stagewright.engine.value import pack
 
 
@@ -43,10 +44,13 @@ class Agreement:
 
     Args:
         transport: connects the ranks.
+        group: the same rank of all replicas. They differ in their counts alone: gradients are the same on all of them,
+            and with those norms and overflows.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, group: Group) -> None:
         self.rank = transport.rank
+        self._group = group
         self._transport = transport.host
         ranks = range(transport.num_ranks)
         self._others = [rank for rank in ranks if rank != transport.rank]
@@ -56,7 +60,9 @@ class Agreement:
         self._receipts: list[Receipt] = []
 
     def tell(self, own: Scalars) -> None:
-        """Send this rank's part on its way."""
+        """Send this rank's part on its way; a count first becomes that of all replicas."""
+        if own.counts and self._group.size > 1:
+            own = dataclasses.replace(own, count=start_numbers(self._group, [own.count]).wait().item())
         self._told = own
         numbers = pack(torch.tensor(dataclasses.astuple(own), dtype=torch.float64), f"rank {self.rank}", "scalars")
         self._receipts = [self._transport.post(Channel(other, self.rank, "scalars"), 0, 0) for other in self._others]

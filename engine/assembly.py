@@ -1,6 +1,7 @@
 """Assembly: everything that one rank has of a pipeline, put together from what the user asks for."""
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -11,15 +12,19 @@ from stagewright.engine.agreement import Agreement, LossScale
 from stagewright.engine.batchnorm import DeferredBatchNorms, check_norms
 from stagewright.engine.extrapolated import ExtrapolatedWeights
 from stagewright.engine.gradients import Gradients
+from stagewright.engine.locals import local_of
 from stagewright.engine.optimizers import OptimizerFactory
 from stagewright.engine.plan import Recompute, kept_microbatches, splits_backward
 from stagewright.engine.randomness import Seeds
-from stagewright.engine.replicas import Replicas
+from stagewright.engine.reduction import Reduction
+from stagewright.engine.replicas import Replicas, share_values
+from stagewright.engine.sharded import ShardedStage, check_sharded, is_reduced_by_itself, sharded_modules
 from stagewright.engine.sharing import settle_sharing
 from stagewright.engine.stage import Stage
 from stagewright.engine.staleness import Remedies, Remedy
 from stagewright.engine.ties import Ties
 from stagewright.engine.transport.contract import Transport
+from stagewright.engine.transport.group import Group, share
 from stagewright.engine.updater import Updater
 from stagewright.engine.versions import VersionedWeights
 from stagewright.engine.weights import SingleWeights, StageWeights
@@ -60,13 +65,17 @@ class Assembly:
 
     Args:
         transport: connects it to the others.
+        group: the same rank of all replicas of the pipeline.
         stages, weights: by stage.
         ties, gradients, agreement, updater: lead from gradients to new weights.
         seeds: of all its forwards.
         norms: whose running statistics are those of whole batches.
+        sharded: those stages of this rank whose parameters are gathered and freed.
+        sharded_stages: such stages on any rank.
     """
 
     transport: Transport
+    group: Group
     stages: Mapping[int, Stage]
     weights: Mapping[int, StageWeights]
     ties: Ties
@@ -75,10 +84,14 @@ class Assembly:
     updater: Updater
     seeds: Seeds
     norms: DeferredBatchNorms
+    sharded: Mapping[int, ShardedStage]
+    sharded_stages: frozenset[int]
 
 
-def assemble(build_stage: BuildStage, program: Program, transport: Transport, options: Options) -> Assembly:
-    """Build this rank's stages and all that trains them.
+def assemble(
+    build_stage: BuildStage, program: Program, transport: Transport, group: Group, options: Options
+) -> Assembly:
+    """Build this rank's stages and all that trains them; replicas of a pipeline start from the weights of the first.
 
     Raises:
         ValueError: options contradict each other, or do not fit the stages.
@@ -89,11 +102,23 @@ def assemble(build_stage: BuildStage, program: Program, transport: Transport, op
     with transport.baton:  # a stage that seeds before it draws its weights must not be disturbed
         modules = {stage: _module(build_stage, stage, transport.device) for stage in owned}
     settle_sharing(modules, options.tied)
-    check_norms(modules, placement, deferred=options.deferred_batch_norm)
+    check_norms(modules, placement, group.size, deferred=options.deferred_batch_norm)
+    share_values(placement, modules, transport)
+    for module in modules.values():
+        _share_values(module, group)
+    check_sharded(
+        modules,
+        placement,
+        group,
+        has_versions=program.updates.max_staleness > 0,
+        tied=options.tied,
+        has_masters=options.master_weights,
+    )
+    sharded = {stage: ShardedStage(module) for stage, module in modules.items() if sharded_modules(module)}
     num_versions = program.updates.num_versions[rank] if program.updates.max_staleness else 1
     remedies = Remedies(options.staleness, program.updates, rank)
     weights = {stage: _weights(module, num_versions, options, remedies) for stage, module in modules.items()}
-    seeds = Seeds(options.seed, transport.device)
+    seeds = Seeds(options.seed, transport.device, group.rank * program.num_microbatches)
     splits = splits_backward(program)
     stages = {
         stage: Stage(
@@ -113,9 +138,12 @@ def assemble(build_stage: BuildStage, program: Program, transport: Transport, op
     ties = Ties(options.tied, modules, trained, placement, transport)
     for of_stage in weights.values():
         of_stage.publish()  # tied weights have taken the first stage's value
-    norms = DeferredBatchNorms(modules if options.deferred_batch_norm else {})
-    gradients = Gradients(weights, Replicas(placement, trained, norms, transport), ties, placement, rank)
-    agreement = Agreement(transport)
+    norms = DeferredBatchNorms(modules if options.deferred_batch_norm else {}, group)
+    parameters = {stage: of_stage.values() for stage, of_stage in trained.items()}
+    reduction = Reduction(parameters, group, sharded) if group.size > 1 else None
+    replicas = Replicas(placement, trained, norms, transport)
+    gradients = Gradients(weights, reduction, replicas, ties, placement, rank)
+    agreement = Agreement(transport, group)
     updater = Updater(
         options.optimizer,
         weights,
@@ -125,7 +153,36 @@ def assemble(build_stage: BuildStage, program: Program, transport: Transport, op
         max_norm=options.max_norm,
         loss_scale=LossScale.of(options.loss_scale),
     )
-    return Assembly(transport, stages, weights, ties, gradients, agreement, updater, seeds, norms)
+    return Assembly(
+        transport,
+        group,
+        stages,
+        weights,
+        ties,
+        gradients,
+        agreement,
+        updater,
+        seeds,
+        norms,
+        sharded,
+        _all_sharded(sharded, transport, group),
+    )
+
+
+def _share_values(module: nn.Module, group: Group) -> None:
+    """Let a stage start from the values that it has in the first replica; shards are their owners' affair."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not is_reduced_by_itself(tensor):
+            share(group, local_of(tensor))
+
+
+def _all_sharded(sharded: Collection[int], transport: Transport, group: Group) -> frozenset[int]:
+    """The sharded stages of all ranks; there are none without replicas."""
+    if group.size == 1:
+        return frozenset()
+    return frozenset(
+        int(stage) for data in transport.gather(json.dumps([*sharded]).encode()) for stage in json.loads(data)
+    )
 
 
 def _weights(module: nn.Module, num_versions: int, options: Options, remedies: Remedies) -> StageWeights:

@@ -75,10 +75,10 @@ def split_keywords(
 
     Raises:
         ValueError: a tensor is too short to be cut, a ``PerMicrobatch`` has not one member a microbatch, or
-            ``split_spec`` names no argument.
+            ``split_spec`` names none of the arguments.
     """
     unknown = set(split_spec) - set(keywords)
-    if keywords and unknown:
+    if keywords and unknown == set(split_spec) != set():  # some may be left out, but not all be misspelt
         raise ValueError(f"split_spec names {sorted(unknown)}, but the arguments are {sorted(keywords)}")
     parts: list[dict[str, Any]] = [{} for _ in range(num_microbatches)]
     for name, value in keywords.items():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from stagewright.engine.transport.group import Group, gather_rows
 from stagewright.schedules import Placement
 
 # What a batch norm has seen: (count, mean, sum of squared deviations) a channel; None for nothing.
@@ -25,7 +26,9 @@ def remembering(module: nn.Module) -> list[_NormBase]:
     return [norm for norm in norms if norm.track_running_stats and norm.running_mean is not None]
 
 
-def check_norms(modules: Mapping[int, nn.Module], placement: Placement, *, deferred: bool) -> None:
+def check_norms(
+    modules: Mapping[int, nn.Module], placement: Placement, num_replicas: int = 1, *, deferred: bool
+) -> None:
     """Refuse norms that would remember something else than they should.
 
     Raises:
@@ -33,11 +36,11 @@ def check_norms(modules: Mapping[int, nn.Module], placement: Placement, *, defer
     """
     for stage, module in modules.items():
         for name, norm in _named(module):
-            if len(placement.replicas_of(stage)) > 1 and not (deferred and isinstance(norm, _BatchNorm)):
+            if len(placement.replicas_of(stage)) * num_replicas > 1 and not (deferred and isinstance(norm, _BatchNorm)):
                 remedy = "track_running_stats=False" if deferred else "deferred_batch_norm=True"
                 raise ValueError(
                     f"stage {stage} has several copies, each of which sees other microbatches: the running statistics "
-                    f"of {name} would drift apart; give {remedy}, or take a schedule with one copy"
+                    f"of {name} would drift apart; give {remedy}, or take a schedule with one copy and no dp"
                 )
         if deferred and _named(module) and any(_is_compiled(submodule) for submodule in module.modules()):
             raise ValueError(
@@ -47,13 +50,16 @@ def check_norms(modules: Mapping[int, nn.Module], placement: Placement, *, defer
 
 
 class DeferredBatchNorms:
-    """Context of one training batch: at its end each batch norm of a rank's stages learns of all its rows at once.
+    """Context of one training batch: at its end each batch norm of a rank's stages learns of all its rows at once,
+    those of all replicas of the pipeline.
 
     Args:
         modules: by stage.
+        group: the same rank of all replicas.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[int, nn.Module], group: Group) -> None:
+        self._group = group
         self._of_stages = {
             stage: [_Deferred(norm) for norm in remembering(module) if isinstance(norm, _BatchNorm)]
             for stage, module in modules.items()
@@ -66,6 +72,9 @@ class DeferredBatchNorms:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None and self._group.size > 1:
+            for norm in self._all():
+                self._join_replicas(norm)
         for norm in self._all():
             norm.end(learn=error is None)
 
@@ -80,6 +89,16 @@ class DeferredBatchNorms:
             for part in parts:
                 norm.add(part)
 
+    def _join_replicas(self, norm: "_Deferred") -> None:
+        """Let a norm have seen what it has in all replicas."""
+        width = norm.num_features
+        own = torch.zeros(1 + 2 * width, dtype=torch.float64)
+        if norm.part is not None:
+            own = torch.cat([number.detach().double().reshape(-1) for number in norm.part])
+        norm.part = None
+        for row in gather_rows(self._group, own):
+            norm.add((row[0], row[1 : 1 + width], row[1 + width :]) if row[0] else None)
+
     def _all(self) -> Iterator["_Deferred"]:
         return (norm for of_stage in self._of_stages.values() for norm in of_stage)
 
@@ -89,6 +108,7 @@ class _Deferred:
 
     def __init__(self, norm: _BatchNorm) -> None:
         self._norm = norm
+        self.num_features = norm.num_features
         self._is_open = False
         self.part: Part = None
         norm.register_forward_pre_hook(self._see, with_kwargs=True)

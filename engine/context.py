@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from stagewright.engine.environment import started_rank
+from stagewright.engine.errors import returned
+from stagewright.engine.meeting import meet
 from stagewright.engine.transport.contract import Transport
 from stagewright.engine.transport.gloo import GlooTransport
 from stagewright.engine.transport.nccl import nccl_transport
@@ -49,45 +52,50 @@ def default_transport(device: torch.device | None = None) -> Transport:
     return GlooTransport(device=device)
 
 
-def _own_device(local_ranks: int) -> torch.device:
-    """The GPU of this rank, shared where there are fewer GPUs than ranks; the CPU where there is none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def under_torchrun() -> bool:
-    """Whether this process was started as one rank of several, by torchrun or alike."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 @contextmanager
 def from_environment() -> Iterator[RankContext]:
-    """This process's rank as torchrun says it (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), until the block ends.
+    """This process's rank as its launcher says it, until the block ends.
+
+    torchrun, mpirun (Open MPI, MPICH, Intel MPI) and srun say it in environment variables. Ranks meet at MASTER_ADDR
+    and MASTER_PORT, which torchrun always gives; from srun, and from mpirun on one machine, they follow by themselves.
+    Rank i of a machine computes on its i-th GPU; ranks share GPUs where there are fewer.
 
     Raises:
-        ValueError: the process was not started by torchrun or alike.
+        ValueError: the process was started by none of them, or what its variables say is incomplete or contradicts
+            itself.
     """
-    if not under_torchrun():
-        raise ValueError("RANK and WORLD_SIZE are not set: start this with torchrun, or use launch_local")
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    started = started_rank()
+    if started is None:
+        raise ValueError(
+            "RANK and WORLD_SIZE are not set: start this with torchrun, srun or mpirun, or use launch_local"
+        )
+    meeting = meet(started)
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # which is also what torchrun sets where nobody has said anything
-        torch.set_num_threads(max(1, num_cores() // local_ranks))
-    device = _own_device(local_ranks)
-    shares_device = device.type == "cuda" and local_ranks > torch.cuda.device_count()
-    dist.init_process_group("nccl" if device.type == "cuda" and not shares_device else "gloo")
-    transport = default_transport(device)
+        torch.set_num_threads(max(1, num_cores() // meeting.num_local_ranks))
+    dist.init_process_group(meeting.backend, store=meeting.store, rank=started.rank, world_size=started.num_ranks)
+    transport = default_transport(meeting.device)
+    # Apart from the transport, on which a rank that has returned sends no more.
+    farewell = GlooTransport(_host_group(transport))
     try:
         yield context_of(transport)
-        transport.gather(b"")  # no rank goes while another may still need it
+        transport.abort(returned(transport.rank))
+        farewell.gather(b"")  # no rank goes while another may still need it
     except BaseException as error:
-        transport.abort(f"rank {transport.rank} failed: {type(error).__name__}: {error}")
+        reason = f"rank {transport.rank} failed: {type(error).__name__}: {error}"
+        transport.abort(reason)
+        farewell.abort(reason)
         raise
     finally:
         transport.close()
+        farewell.close()
         dist.destroy_process_group()
+
+
+def _host_group(transport: Transport) -> dist.ProcessGroup:
+    """The group of all ranks' hosts."""
+    host = transport.host
+    assert isinstance(host, GlooTransport), "processes are connected by gloo"
+    return host.group
 
 
 def num_cores() -> int:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -138,7 +139,9 @@ def _can_defer(x: Any, weight: Any, bias: Any) -> bool:
         and (bias is None or _is_plain(bias))
         and (weight.requires_grad or (bias is not None and bias.requires_grad))
         and type(x) in (Tensor, nn.Parameter)
-        and torch._C._functorch.peek_interpreter_stack() is None  # vmap and the like differentiate by themselves
+        # vmap and the like, and forward mode, differentiate by themselves
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
     )
 
 

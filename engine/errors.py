@@ -7,3 +7,8 @@ class PeerError(RuntimeError):
 
 class RankError(RuntimeError):
     """A rank has died without raising anything, or has raised what could not be brought here as it was."""
+
+
+def returned(rank: int) -> str:
+    """What a rank is told that waits for one whose function has returned."""
+    return f"rank {rank} has returned while another rank still waits for what it sends"

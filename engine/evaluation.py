@@ -4,6 +4,7 @@ from stagewright.engine.assembly import Assembly
 from stagewright.engine.executor import Executor
 from stagewright.engine.run import Run
 from stagewright.schedules import Placement
+from stagewright.schedules.sharding import insert_sharding
 from stagewright.schedules.variants import forward_only
 
 
@@ -27,6 +28,7 @@ class Evaluation:
         executor = self.executors.get(num_microbatches)
         if executor is None:
             program = forward_only(self._placement, num_microbatches)
+            program = insert_sharding(program, self._assembly.sharded_stages)
             executor = self.executors[num_microbatches] = Executor(program, self._assembly)
         roots = [stage.module for stage in self._assembly.stages.values()]
         modes = [(module, module.training) for root in roots for module in root.modules()]

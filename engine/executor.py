@@ -7,7 +7,6 @@ SEND takes it; ``_backward``, or ``_input_gradient`` and ``_weight_gradient``, d
 
 from collections.abc import Callable
 from functools import partial
-from time import perf_counter
 from typing import assert_never
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from stagewright.engine.assembly import Assembly
 from stagewright.engine.errors import PeerError
 from stagewright.engine.mail import Mail
+from stagewright.engine.recorder import Moment, recorder_of
 from stagewright.engine.run import Run
 from stagewright.engine.stage import Gradients, Stage, gradients_as_value, gradients_of_value
 from stagewright.engine.transport.contract import Session
@@ -42,7 +42,9 @@ class Executor:
         transport = assembly.transport
         self.program = program
         self._transport = transport
+        self._group = assembly.group
         self._stages = assembly.stages
+        self._sharded = assembly.sharded
         self._gradients = assembly.gradients
         self._updater = assembly.updater
         self._seeds = assembly.seeds
@@ -50,7 +52,8 @@ class Executor:
         self._mail = mail or Mail(program, transport)
         self._session = session or Session(fixed_shapes=False)
         self._run: Run
-        self._started = 0.0
+        self._mark = recorder_of(transport.device).mark
+        self._started: Moment = None
         self._stream = program.streams[transport.rank]
         self._updates = any(isinstance(instruction, ins.Step) for instruction in self._stream)
         self._actions = self._compile()
@@ -63,16 +66,19 @@ class Executor:
             Exception: whatever a stage, the loss or the optimizer raises, with a note that says where.
         """
         self._run = run
-        self._mail.later = run.later_microbatches
-        times = run.times
+        self._mail.later, self._mail.num_bytes = run.later_microbatches, run.num_bytes
+        times, mark = run.times, self._mark
         try:
+            if run.train:
+                for stage in self._stages.values():
+                    stage.check_frozen()
             if not self._goes_on:
                 self._begin(run)
             with torch.set_grad_enabled(run.train):
                 for action in self._actions:
-                    self._started = perf_counter()
+                    self._started = mark()
                     action()
-                    times.append((self._started, perf_counter()))
+                    times.append((self._started, mark()))
             if run.train and not self._updates and not self._goes_on:
                 self._updater.finish_accumulating()
             if not self._goes_on:
@@ -97,12 +103,19 @@ class Executor:
         for stage in self._stages.values():
             stage.clear()
         if isinstance(error, PeerError):
+            self._tell_failure(str(error))
             return
         later_numbers = self._run.later_microbatches, self._run.later_versions
         at = later(self._stream[index], *later_numbers) if index < len(self._stream) else "the end of the program"
-        where = f"rank {self._transport.rank} failed at {at} (step {self._run.step})"
+        replica = f" of replica {self._group.rank}" if self._group.size > 1 else ""
+        where = f"rank {self._transport.rank}{replica} failed at {at} (step {self._run.step})"
         error.add_note(where)
-        self._transport.abort(f"{where}: {type(error).__name__}: {error}")
+        self._tell_failure(f"{where}: {type(error).__name__}: {error}")
+
+    def _tell_failure(self, reason: str) -> None:
+        """Let the other ranks of this pipeline know, and this one's in its replicas."""
+        self._transport.abort(reason)
+        self._group.abort(reason)
 
     def _compile(self) -> tuple[Action, ...]:
         """Bind every instruction; a forward also learns how many of its stage are still to come."""
@@ -134,15 +147,17 @@ class Executor:
             case ins.ReceiveGradient(stage, microbatch):
                 return self._mail.receiver((False, stage, microbatch))
             case ins.ReduceGradient(stage):
-                return partial(self._gradients.reduce, stage)
+                return partial(self._updater.reduce, stage)
             case ins.ReduceTied(stage):
                 return partial(self._updater.reduce_tied, stage)
             case ins.SyncScalars():
                 return self._updater.tell
             case ins.Step(_, version):
                 return partial(self._step, version)
-            case ins.Unshard() | ins.Reshard():
-                return _nothing  # every rank holds its stages whole
+            case ins.Unshard(stage):
+                return self._sharded[stage].unshard if stage in self._sharded else _nothing
+            case ins.Reshard(stage):
+                return self._sharded[stage].reshard if stage in self._sharded else _nothing
             case _:
                 assert_never(instruction)
 
@@ -152,7 +167,9 @@ class Executor:
         microbatch += run.later_microbatches
         of_batch = microbatch - run.first
         received = self._mail.take((True, index, microbatch)) if index else pack_input(run.inputs[of_batch])
-        self._started = perf_counter()
+        self._started = self._mark()
+        if run.loss is not None and index == self.program.num_stages - 1:
+            run.loss.await_rows()
         with self._transport.baton, self._seeds:
             stage.weights.use(version + run.later_versions if run.train else None)
             output = stage.forward(microbatch, (run.step, of_batch), received, run.keywords[of_batch], num_left)
@@ -199,7 +216,7 @@ class Executor:
         """weights[version] = optimizer(weights[version - 1], weights.grad)."""
         version += self._run.later_versions
         if self._updater.is_due(version):
-            self._started = perf_counter()
+            self._started = self._mark()
             with self._transport.baton:
                 self._updater.step(version)
 
@@ -215,7 +232,7 @@ class Executor:
         if stage.index == self.program.num_stages - 1:
             return None
         letter = self._mail.take((False, stage.index, microbatch))
-        self._started = perf_counter()
+        self._started = self._mark()
         return gradients_of_value(letter)
 
     def _pass_back(self, stage: Stage, microbatch: int, dx: Gradients) -> None:
@@ -224,4 +241,4 @@ class Executor:
 
 
 def _nothing() -> None:
-    """Nothing is to be done."""
+    """Nothing is to be done: the stage is whole."""

@@ -5,6 +5,8 @@ from collections.abc import Collection, Mapping
 from stagewright.engine.batch import split, split_keywords
 from stagewright.engine.loss import BatchLoss, LossFunction
 from stagewright.engine.run import Run
+from stagewright.engine.training import Training
+from stagewright.engine.transport.group import Group
 from stagewright.engine.value import Value
 
 
@@ -17,8 +19,8 @@ class Feed:
         num_stages: of the model.
         loss_fn: of one microbatch.
         split_spec: keyword argument -> the dimension to cut.
-        per_update: microbatches whose gradients go into one update.
-        allows_counts: whether a loss may come as (sum, count).
+        training: says how many microbatches go into one update, and whether a loss may come as (sum, count).
+        group: the same rank of all replicas.
     """
 
     def __init__(
@@ -28,17 +30,16 @@ class Feed:
         num_stages: int,
         loss_fn: LossFunction | None,
         split_spec: Mapping[str, int | None],
-        *,
-        per_update: int,
-        allows_counts: bool,
+        training: Training,
+        group: Group,
     ) -> None:
+        self._group = group
         self._rank = rank
         self._owns_first = 0 in stages
         self._owns_last = num_stages - 1 in stages
         self._loss_fn = loss_fn
         self._split_spec = split_spec
-        self._per_update = per_update
-        self._allows_counts = allows_counts
+        self._training = training
 
     def loss(self, x: Value, y: Value, num_microbatches: int) -> BatchLoss:
         """The loss of a batch, still empty.
@@ -50,7 +51,14 @@ class Feed:
             raise ValueError("training and evaluation need a loss: give the Pipeline a loss_fn")
         targets = split(y if self._owns_last else None, num_microbatches, "y")
         inputs = split(x if self._owns_last and y is None else None, num_microbatches, "x")
-        return BatchLoss(self._loss_fn, targets, inputs, per_update=self._per_update, allows_counts=self._allows_counts)
+        return BatchLoss(
+            self._loss_fn,
+            targets,
+            inputs,
+            per_update=self._training.microbatches_per_update,
+            allows_counts=self._training.allows_counts,
+            group=self._group if self._owns_last else None,
+        )
 
     def run(
         self,

@@ -4,9 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from stagewright.engine.agreement import Scalars
+from stagewright.engine.locals import add_over, groups_of, local_of, settle_gradient
+from stagewright.engine.reduction import Reduction
 from stagewright.engine.replicas import Replicas
 from stagewright.engine.ties import Ties
 from stagewright.engine.weights import StageWeights
@@ -19,28 +22,43 @@ class Gradients:
     Those of earlier batches, which the trainer has accumulated, are set aside while a batch runs: sums over replicas
     and ties, and the division by what a loss averages over, concern the new ones alone.
 
+    Sums follow each other: over the replicas of the whole pipeline, over the copies of a stage within it, and over the
+    stages that share a weight. So each has the same numbers to add on all its ranks, and makes the same of them.
+
     Args:
         weights: whose gradients, by stage.
+        reduction: sums them over the replicas of the pipeline; None where that has none.
         replicas, ties: sum them over copies on other ranks.
         placement, rank: tell which rank counts a replicated weight in a norm.
     """
 
     def __init__(
-        self, weights: Mapping[int, StageWeights], replicas: Replicas, ties: Ties, placement: Placement, rank: int
+        self,
+        weights: Mapping[int, StageWeights],
+        reduction: Reduction | None,
+        replicas: Replicas,
+        ties: Ties,
+        placement: Placement,
+        rank: int,
     ) -> None:
+        self._reduction = reduction
         self._replicas = replicas
         self._ties = ties
         # Those of earlier batches while a batch runs; None between batches.
         self._earlier: dict[nn.Parameter, Tensor] | None = None
         self._all = [parameter for of_stage in weights.values() for parameter in of_stage.trained.values()]
         repeated = ties.repeated()
-        self._counted = [
+        counted = [
             parameter
             for stage, of_stage in weights.items()
             if placement.replicas_of(stage)[0] == rank
             for parameter in of_stage.trained.values()
             if parameter not in repeated
         ]
+        # What counts in a norm, by the groups of ranks each of which has a part of it.
+        self._by_groups: dict[Sequence[dist.ProcessGroup], list[nn.Parameter]] = {}
+        for parameter in counted:
+            self._by_groups.setdefault(groups_of(parameter), []).append(parameter)
 
     def begin(self) -> None:
         """Set aside what earlier batches left."""
@@ -50,25 +68,43 @@ class Gradients:
 
     def reduce(self, stage: int) -> None:
         """Start the sum over the copies of a stage."""
-        self._replicas.start(stage)
+        if self._reduction is None:
+            self._replicas.start(stage)
+        else:
+            self._reduction.start(stage)
 
     def reduce_tied(self, stage: int) -> None:
         """Start the sum over the stages that share a weight with this one."""
+        self._finish_reductions([stage])
         self._replicas.finish(stage)
         self._ties.start(stage)
 
     def complete(self, *, counted: bool = False) -> None:
         """Wait for every sum that was started; only for those that this rank counts in a norm, if so wanted."""
+        if self._reduction is not None:
+            self._finish_reductions(self._reduction.stages)
         self._replicas.finish_all()
         self._ties.finish(counted=counted)
+
+    def _finish_reductions(self, stages: Sequence[int]) -> None:
+        """Wait for the sums over the replicas of the pipeline, and start those over the copies in this one."""
+        if self._reduction is None:
+            return
+        for stage in stages:
+            if self._reduction.finish(stage):
+                self._replicas.start(stage)
 
     def measure(self) -> Scalars:
         """What this rank contributes to the norm of all ranks' gradients."""
         before = self._earlier or {}
-        pairs = [(before.get(parameter), parameter.grad) for parameter in self._counted]
-        new = _sum_of_products([(n, n) for _, n in pairs])
-        earlier = _sum_of_products([(e, e) for e, _ in pairs])
-        mixed = _sum_of_products(pairs)
+        new = earlier = mixed = 0.0
+        for groups, parameters in self._by_groups.items():
+            for parameter in parameters:
+                settle_gradient(parameter)
+            pairs = [(before.get(parameter), parameter.grad) for parameter in parameters]
+            sums = [_sum_of_products([(n, n) for _, n in pairs]), _sum_of_products([(e, e) for e, _ in pairs])]
+            of_new, of_earlier, of_both = add_over(groups, [*sums, _sum_of_products(pairs)], parameters[0].device)
+            new, earlier, mixed = new + of_new, earlier + of_earlier, mixed + of_both
         overflow = not all(map(math.isfinite, (new, earlier, mixed)))
         return Scalars(earlier=earlier, mixed=mixed, new=new, overflow=overflow)
 
@@ -88,7 +124,7 @@ class Gradients:
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients by a factor."""
-        gradients = [parameter.grad for parameter in self._all if parameter.grad is not None]
+        gradients = [local_of(parameter.grad) for parameter in self._all if parameter.grad is not None]
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
 
@@ -100,6 +136,8 @@ class Gradients:
 
     def forget_batch(self) -> None:
         """Leave things as they were before a batch that has failed."""
+        if self._reduction is not None:
+            self._reduction.clear()
         self._replicas.clear()
         self._ties.clear()
         self.discard()
@@ -112,8 +150,10 @@ def _sum_of_products(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> fl
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """The sum over all elements of two gradients, which are dense or sparse each."""
-    if left is right:
+    """The sum over all elements that are here of two gradients, which are dense or sparse each."""
+    is_one = left is right
+    left, right = local_of(left), local_of(right)
+    if is_one:
         elements = left.coalesce().values() if left.is_sparse else left
         norm: Tensor = torch.linalg.vector_norm(elements, dtype=_double(elements))
         return norm.double().square()

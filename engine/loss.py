@@ -1,16 +1,18 @@
 """Loss: the batch's mean from the losses of its microbatches."""
 
-import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
-from stagewright.engine.agreement import Agreement
 from stagewright.engine.batch import num_rows, tensors_of
+from stagewright.engine.means import Means, Sum
+from stagewright.engine.transport.group import Alone, Group, start_numbers
 from stagewright.engine.value import Value
+
+logger = logging.getLogger(__name__)
 
 # (output, target) -> the mean over the microbatch's rows, or (sum, count); either may have a dict of metrics behind it
 LossFunction: TypeAlias = Callable[[Value, Value], Any]
@@ -18,52 +20,13 @@ LossFunction: TypeAlias = Callable[[Value, Value], Any]
 _LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Means:
-    """Means over a batch, or over the part of it that one rank has seen.
-
-    Args:
-        values: the loss and the metrics by name, each multiplied by its weight.
-        weight: what to divide by: 1 for the whole batch, or the count of a loss that comes as (sum, count).
-        counts: whether it comes so.
-    """
-
-    values: Mapping[str, Tensor]
-    weight: float
-    counts: bool
-
-    def mean(self, name: str) -> Tensor | None:
-        """The mean of the loss, named "loss", or of a metric; 0 over nothing."""
-        value = self.values.get(name)
-        if value is None or not self.counts:
-            return value
-        return value / self.weight if self.weight else torch.zeros_like(value)
-
-
-def together(own: Means, agreement: Agreement, sources: Sequence[int], readers: Sequence[int]) -> Means:
-    """The means of the whole batch, from the parts that some ranks have seen; every rank calls this alike.
-
-    Args:
-        own: what this rank has seen.
-        agreement: connects the ranks.
-        sources, readers: the ranks that have seen a part, and those that get to know the whole; others get nothing.
-    """
-    numbers = {name: value.item() for name, value in own.values.items()} if agreement.rank in sources else {}
-    data = json.dumps([numbers, own.weight, own.counts]).encode()
-    parts = [part for data in agreement.spread(data, sources, readers) if (part := json.loads(data))[0]]
-    names = dict.fromkeys(name for numbers, _, _ in parts for name in numbers)
-    sums = {name: sum(numbers.get(name, 0.0) for numbers, _, _ in parts) for name in names}
-    values = {name: torch.tensor(total, dtype=torch.float64) for name, total in sums.items()}
-    counts = any(counts for _, _, counts in parts)
-    return Means(values, sum(weight for _, weight, _ in parts) if counts else 1.0, counts)
-
-
 class BatchLoss:
     """The loss of one batch, gathered microbatch by microbatch on the rank of the last stage.
 
     Each microbatch's mean counts with its share of the batch's rows, so the result, and with it the gradient,
     is that of the whole batch, also where the rows do not divide evenly. A loss that comes as (sum, count) is
-    divided by the count of the whole batch. Metrics are averaged in the same way: by rows, or by counts.
+    divided by the count of the whole batch. Metrics are averaged in the same way: by rows, or by counts. The rows are
+    those of all replicas; these tell each other how many they have while the first microbatch is on its way here.
 
     Args:
         function: (output, target) -> mean over the microbatch's rows; or (sum, count), such as of tokens; or one of
@@ -73,6 +36,7 @@ class BatchLoss:
             divide evenly.
         per_update: microbatches whose gradients go into one update; all of the batch where left out.
         allows_counts: whether a (sum, count) can be divided: an asynchronous schedule must know of it beforehand.
+        group: the same rank of all replicas; none where left out.
     """
 
     def __init__(
@@ -83,50 +47,86 @@ class BatchLoss:
         *,
         per_update: int | None = None,
         allows_counts: bool = True,
+        group: Group | None = None,
     ) -> None:
+        self._group = group or Alone()
         self._function = function
         self._allows_counts = allows_counts
         self._targets = targets
         counted = targets if targets[0] is not None else inputs
         self._knows_rows = counted[0] is not None
-        rows = [num_rows(value, "the target") if self._knows_rows else 1 for value in counted]
-        self._shares = [count / sum(rows) for count in rows]
-        size = per_update or len(rows)
-        updates = [rows[start : start + size] for start in range(0, len(rows), size)]
-        self._gradients = [count / sum(update) for update in updates for count in update]
+        self._rows = [num_rows(value, "the target") if self._knows_rows else 1 for value in counted]
+        self._per_update = per_update or len(self._rows)
+        starts = range(0, len(self._rows), self._per_update)
+        of_updates = [sum(self._rows[start : start + self._per_update]) for start in starts]
+        self._sum = start_numbers(self._group, [*of_updates, self._knows_rows])
+        self._shares: list[float] = []  # of each microbatch, in the batch's mean
+        self._gradients: list[float] = []  # the same in the mean of those that go into one update
         self._num_rows: int | None = None
-        self._values: dict[str, Tensor] = {}
+        self._loss: Tensor | None = None
+        self._metrics: dict[str, tuple[Tensor, list[Tensor | float]]] = {}
+        self._weights: list[float] = []
         self._counts: list[Tensor | float] = []  # tensors as they come: to ask a GPU for a number is to wait for it
         self._is_mean = False
+        self._wants_gradient = self._has_gradient = False
+
+    def await_rows(self) -> None:
+        """Wait until it is known how many rows there are in all replicas.
+
+        Raises:
+            ValueError: some replicas know how many they have, and others do not.
+        """
+        if self._shares:
+            return
+        *of_updates, num_knowing = self._sum.wait().tolist()
+        if num_knowing not in (0, self._group.size):
+            raise ValueError(
+                f"microbatches count by their rows, and {self._group.size - int(num_knowing)} of {self._group.size} "
+                "replicas do not know theirs: give y, or x on the rank of the last stage, in all of them"
+            )
+        self._shares = [rows / sum(of_updates) for rows in self._rows]
+        self._gradients = [
+            rows / of_updates[microbatch // self._per_update] for microbatch, rows in enumerate(self._rows)
+        ]
 
     def of(self, microbatch: int, output: Value) -> tuple[Tensor, float]:
         """The loss of one microbatch with its graph, and the gradient to start its backward with.
 
         A (sum, count) starts with 1: what to divide by is known when all microbatches are through.
         """
+        self.await_rows()
         loss, count, metrics = _parts(self._function(output, self._targets[microbatch]))
+        self._wants_gradient |= any(tensor.requires_grad for tensor in tensors_of(output))
+        self._has_gradient |= loss.requires_grad
         self._check_kind(count)
         if count is None:
             if not self._knows_rows:
                 self._check_even(output)
             weight: Tensor | float = self._shares[microbatch]
-            self._add("loss", loss.detach() * weight)
+            self._weights.append(self._shares[microbatch])
+            self._loss = _added_to(self._loss, loss.detach() * weight)
         else:
             weight = count.detach().reshape(()) if isinstance(count, Tensor) else count
             self._counts.append(weight)
-            self._add("loss", loss.detach())
+            self._loss = _added_to(self._loss, loss.detach())
         for name, metric in metrics.items():
-            self._add(name, _weighted(metric, weight))
+            value, weights = self._metrics.get(name, (None, []))
+            self._metrics[name] = (_added_to(value, _weighted(metric, weight)), [*weights, weight])
         return loss, self._gradients[microbatch] if count is None else 1.0
 
     def means(self) -> Means:
-        """What this rank has seen; no values where it has computed no loss."""
-        return Means(self._values, sum(map(float, self._counts)) if self._counts else 1.0, bool(self._counts))
+        """What this rank has seen; no loss where it has computed none."""
+        weights = self._counts or self._weights
+        loss = None if self._loss is None else Sum(self._loss, sum(map(float, weights)))
+        metrics = {name: Sum(value, sum(map(float, of))) for name, (value, of) in self._metrics.items()}
+        return Means(loss, bool(self._counts), metrics)
 
-    def _add(self, name: str, value: Tensor) -> None:
-        value = value.reshape(())
-        value = value.float() if value.dtype in _LOW_PRECISION else value
-        self._values[name] = self._values[name] + value if name in self._values else value
+    def warn_if_detached(self, step: int) -> None:
+        """Say so where outputs have a graph and no loss has: a microbatch may lack one, but hardly a whole batch."""
+        if self._wants_gradient and not self._has_gradient:
+            logger.warning(
+                "step %d trains nothing: no loss depends on the output of the model; does loss_fn detach it?", step
+            )
 
     def _check_kind(self, count: Tensor | float | None) -> None:
         if count is not None and not self._allows_counts:
@@ -177,6 +177,12 @@ def _parts(result: Any) -> tuple[Tensor, Tensor | float | None, Mapping[str, Any
         if not isinstance(metric, int | float) and not (isinstance(metric, Tensor) and metric.numel() == 1):
             raise TypeError(f"a metric is one number: got {_kind(metric)} for {name!r}")
     return parts
+
+
+def _added_to(total: Tensor | None, value: Tensor) -> Tensor:
+    value = value.reshape(())
+    value = value.float() if value.dtype in _LOW_PRECISION else value
+    return value if total is None else total + value
 
 
 def _weighted(metric: Tensor | float, weight: Tensor | float) -> Tensor:

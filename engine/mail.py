@@ -27,6 +27,7 @@ class Mail:
         self._channels = channels_of(program)
         transport.open(tuple(self._channels.values()))
         self.later = 0  # by how much the addresses that were bound are lower than the real ones
+        self.num_bytes: dict[tuple[bool, int], int] = {}  # of the last message to each stage
         self._inbox: dict[Address, Receipt | Packed] = {}
         self._outbox: dict[Address, Packed] = {}
 
@@ -65,7 +66,9 @@ class Mail:
 
     def _send(self, bound: Address, channel: Channel) -> None:
         address = (bound[0], bound[1], bound[2] + self.later)
-        self._transport.send(channel, self._outbox.pop(address), address[1], address[2])
+        packed = self._outbox.pop(address)
+        self.num_bytes[bound[:2]] = sum(tensor.nbytes for tensor in packed.tensors)
+        self._transport.send(channel, packed, address[1], address[2])
 
     def _receive(self, bound: Address, channel: Channel) -> None:
         address = (bound[0], bound[1], bound[2] + self.later)

@@ -1,5 +1,6 @@
 """Optimizers: one of the user's for all the parameters of a rank."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -14,23 +15,37 @@ OptimizerFactory: TypeAlias = Callable[[Iterable[tuple[str, nn.Parameter]]], Opt
 
 
 def named_weights(weights: Mapping[int, StageWeights]) -> Iterable[tuple[str, nn.Parameter]]:
-    """(name, trained parameter) of all stages; a name that occurs in two stages gets its stage in front."""
-    seen: set[str] = set()
+    """(name, trained parameter) of all stages; a name that occurs in several stages gets its stage in front in each."""
+    times = Counter(name for of_stage in weights.values() for name in of_stage.trained)
     for stage, of_stage in weights.items():
         for name, parameter in of_stage.trained.items():
-            yield name if name not in seen else f"stage{stage}.{name}", parameter
-            seen.add(name)
+            own = f"stage{stage}.{name}"
+            yield name if times[name] == 1 and own not in times else own, parameter
+
+
+class NothingToTrain(Optimizer):
+    """The optimizer of a rank without parameters, so that schedulers of the learning rate run on every rank alike."""
+
+    def __init__(self) -> None:
+        placeholder = nn.Parameter(torch.empty(0))
+        super().__init__([placeholder], {"lr": 0.0, "momentum": 0.0, "betas": (0.0, 0.0)})
+        self.param_groups[0]["params"] = []
+
+    def step(self, closure: Any = None) -> Any:
+        """Nothing is to be done."""
 
 
 def make_optimizer(factory: OptimizerFactory | None, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer | None:
-    """The optimizer of a rank; None where there is nothing to train.
+    """The optimizer of a rank; None where the trainer steps by itself.
 
     Raises:
         TypeError: the factory returns something else.
         ValueError: the optimizer calls for losses in its midst.
     """
-    if factory is None or not named:
+    if factory is None:
         return None
+    if not named:
+        return NothingToTrain()
     optimizer = factory(named)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is called with (name, parameter) pairs and returns an Optimizer: got {optimizer!r}")

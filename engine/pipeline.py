@@ -1,32 +1,32 @@
 """Pipeline: what a trainer holds; a model cut into stages that trains by a schedule."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from stagewright.engine.assembly import BuildStage, Options, assemble
 from stagewright.engine.batch import join
-from stagewright.engine.context import default_transport
 from stagewright.engine.evaluation import Evaluation
 from stagewright.engine.feed import Feed
-from stagewright.engine.loss import BatchLoss, LossFunction, Means, together
-from stagewright.engine.optimizers import OptimizerFactory, named_weights
-from stagewright.engine.plan import Recompute, plan_of, windows_of
+from stagewright.engine.loss import BatchLoss, LossFunction
+from stagewright.engine.means import Means, of_all_replicas, together
+from stagewright.engine.mesh import Mesh, connect
+from stagewright.engine.optimizers import OptimizerFactory
+from stagewright.engine.plan import Recompute, plan_of
+from stagewright.engine.rank_view import RankView
 from stagewright.engine.run import Run
 from stagewright.engine.staleness import Remedy
-from stagewright.engine.synchronous import SynchronousTraining
-from stagewright.engine.trace import gather_timeline
+from stagewright.engine.state import load_state, state_of
+from stagewright.engine.training import training_of
 from stagewright.engine.transport.contract import Session, Transport
 from stagewright.engine.value import Value
-from stagewright.engine.weights import load_masters
-from stagewright.engine.windowed import WindowedTraining
-from stagewright.schedules import Program, Schedule, Timeline
+from stagewright.schedules import Program, Schedule
 
 
-class Pipeline:
+class Pipeline(RankView):
     """A model cut into stages that trains over several ranks by a schedule.
 
     Every rank makes its own ``Pipeline`` with the same arguments and calls the same methods in the same order.
@@ -38,12 +38,18 @@ class Pipeline:
         loss_fn: (output of the last stage, target) -> mean over the rows of a microbatch; or (sum, count), such as of
             tokens. A dict of metrics may come behind either: their means over the batch are then in ``metrics``.
         optimizer: (name, parameter) pairs -> optimizer, for the parameters of this rank that are trained when this is
-            built, and called only if there are any; None where the trainer steps by itself after ``forward_backward``.
+            built (what is frozen then stays so), and called only if there are any; None where the trainer steps itself
+            after ``forward_backward``. Names are those within a stage, so that rules by name mean the same under every
+            schedule; two stages of a rank may have the same ones.
         transport: connects the ranks; by default the default group of torch.distributed.
+        mesh: in the place of a transport, a DeviceMesh, or what ``make_mesh`` gives: the ranks of its dimension ``pp``
+            are the pipeline's, and along ``dp`` there are replicas, which train together. Each feeds a batch of its
+            own, of any number of rows; loss, gradients and weights are those of all of these rows as one batch.
+            Initial weights are the first replica's.
         seed: from which the random numbers of the stages (dropout) follow.
         share_loss: give the loss to every rank, not only to where the last stage lives; each step then waits for that.
         recompute: ``"off"``; ``"full"``: every forward keeps only its input and runs again in its backward; a number
-            k: so do all but the last k microbatches of a batch; or a dict that says so stage by stage.
+            k: so do all but the last k microbatches of a batch that it computes here; or a dict, stage by stage.
         split_spec: for keyword arguments of the steps: name -> the dimension to cut, or None to give it whole.
         dynamic_shapes: on NCCL, tensors that cross ranks may change their shapes from step to step (elsewhere they
             always may); each message then announces its layout from host to host.
@@ -78,6 +84,7 @@ class Pipeline:
         loss_fn: LossFunction | None = None,
         optimizer: OptimizerFactory | None = None,
         transport: Transport | None = None,
+        mesh: Mesh | None = None,
         seed: int = 0,
         share_loss: bool = False,
         recompute: Recompute | Mapping[int, Recompute] = "off",
@@ -93,11 +100,9 @@ class Pipeline:
         staleness: Remedy | Sequence[Remedy] = (),
         **options: Any,
     ) -> None:
-        self._transport = transport or default_transport()
-        program, asynchronous = plan_of(schedule, self._transport.num_ranks, num_microbatches, options)
+        connection, group = connect(mesh, transport)
+        program, asynchronous = plan_of(schedule, connection.num_ranks, num_microbatches, options)
         self.num_microbatches = program.num_microbatches
-        self.num_steps = 0
-        self.metrics: dict[str, Tensor] = {}
         self._placement = program.placement
         self._share_loss = share_loss
         chosen = Options(
@@ -112,79 +117,24 @@ class Pipeline:
             deferred_batch_norm=deferred_batch_norm,
             staleness=staleness,
         )
-        self._assembly = assemble(build_stage, program, self._transport, chosen)
-        self._stages = self._assembly.stages
-        self._updater = self._assembly.updater
-        self._training: SynchronousTraining | WindowedTraining
-        if asynchronous is None:
-            self._training = SynchronousTraining(program, self._assembly, fixed_shapes=not dynamic_shapes)
-        else:
-            scalars = max_norm is not None or loss_scale is not None or loss_counts
-            windows = windows_of(asynchronous, self._assembly.ties.stages, scalars=scalars)
-            self._training = WindowedTraining(windows, self._assembly, fixed_shapes=not dynamic_shapes)
+        super().__init__(assemble(build_stage, program, connection, group, chosen))
+        scalars = max_norm is not None or loss_scale is not None or loss_counts
+        self._training = training_of(
+            program, asynchronous, self._assembly, scalars=scalars, fixed_shapes=not dynamic_shapes
+        )
         self._evaluation = Evaluation(program.placement, self._assembly)
         self._feed = Feed(
-            self.rank,
-            self._stages,
-            program.num_stages,
-            loss_fn,
-            split_spec or {},
-            per_update=self._training.microbatches_per_update,
-            allows_counts=self._training.allows_counts,
+            self.rank, self._stages, program.num_stages, loss_fn, split_spec or {}, self._training, self._group
         )
-        self._last_run: tuple[Program, Run] | None = None
 
     @property
     def program(self) -> Program:
         """What this rank and all others run for a batch; some batches and a drain where there is no flush."""
         return self._training.program()
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._transport.rank
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """The optimizer of this rank's parameters, or None where it trains none."""
-        return self._updater.optimizer
-
-    @property
-    def modules(self) -> dict[int, nn.Module]:
-        """This rank's modules by stage."""
-        return {index: stage.module for index, stage in self._stages.items()}
-
-    @property
-    def grad_norm(self) -> float | None:
-        """The norm of all stages' gradients in the last update, before clipping; None where nothing asked for it.
-
-        Without a flush between batches that update may be of an earlier batch than the last one.
-        """
-        return self._updater.grad_norm
-
-    @property
-    def overflowed(self) -> bool:
-        """Whether the gradients of the last batch overflowed on any rank, so that they were dropped on all.
-
-        With a ``loss_scale`` only. ``train_step`` has left weights and optimizer as they were. ``forward_backward`` has
-        added nothing to ``.grad``: a trainer that steps by itself drops what it had accumulated, or repeats the batch.
-        """
-        return self._updater.overflowed
-
-    @property
-    def loss_scale(self) -> float:
-        """By what losses are multiplied now."""
-        return self._updater.scale
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of what this rank trains; a name that occurs in two stages gets its stage in front."""
-        return iter(named_weights(self._assembly.weights))
-
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Clip the gradients of all stages together, each weight counted once; every rank calls this alike.
-
-        Returns:
-            The norm that they had.
+        """Clip the gradients of all stages together, each weight counted once, and return the norm that they had; every
+        rank calls this alike.
         """
         self._training.refuse_to_stop()
         self._transport.begin(Session(fixed_shapes=False))
@@ -204,7 +154,8 @@ class Pipeline:
             keywords: further arguments of this rank's stages, cut into microbatches too (see ``split_spec``).
 
         Returns:
-            The batch's loss where the last stage lives (everywhere with ``share_loss``), else None.
+            The batch's loss where the last stage lives (everywhere with ``share_loss``), else None. With replicas that
+            is the loss of all their batches as one.
 
         Raises:
             ValueError: there is no optimizer.
@@ -216,13 +167,16 @@ class Pipeline:
         return self._train(True, x, y, keywords)
 
     def forward_backward(self, x: Value = None, y: Value = None, **keywords: Value) -> Tensor | None:
-        """One batch without the update: gradients are added to ``.grad``, for the trainer to clip and step itself."""
+        """One batch without the update: gradients are added to ``.grad``, for the trainer to clip and step itself.
+
+        With replicas each call sums its own gradients over them, so what adds up is the same on all.
+        """
         return self._train(False, x, y, keywords)
 
     def eval_step(
         self, x: Value = None, y: Value = None, *, num_microbatches: int | None = None, **keywords: Value
     ) -> Tensor | None:
-        """The loss of a batch in evaluation mode; touches neither gradients nor random state.
+        """The loss of a batch, or of those of all replicas, in evaluation mode; gradients and random state stay.
 
         Args:
             x, y, keywords: as for ``train_step``.
@@ -234,7 +188,7 @@ class Pipeline:
         return self._shared(loss.means())
 
     def predict(self, x: Value = None, *, num_microbatches: int | None = None, **keywords: Value) -> Value:
-        """The last stage's output for a batch in evaluation mode, where the last stage lives; else None."""
+        """The last stage's output for a batch of this replica in evaluation mode, where that stage lives; else None."""
         count = num_microbatches or self.num_microbatches
         outputs = self._evaluate(x, None, count, keywords).outputs
         return join([outputs[microbatch] for microbatch in range(count)]) if outputs else None
@@ -243,37 +197,12 @@ class Pipeline:
         """Do the backwards and updates that are left; none are, after a step of a synchronous schedule."""
         self._training.drain(self.num_steps)
 
-    def trace(self) -> Timeline:
-        """When each instruction of the last training step ran, on all ranks, in seconds; every rank calls this alike.
-
-        Where there is no flush, microbatches and versions have the numbers of an early batch.
-
-        Raises:
-            ValueError: there was no training step yet.
-        """
-        if self._last_run is None:
-            raise ValueError("there is nothing to show yet: call train_step first")
-        program, run = self._last_run
-        return gather_timeline(program, run.times, self._transport)
-
     def state_dict(self) -> dict[str, Any]:
         """This rank's weights by stage, with their masters, its optimizer's state, the loss scale, and how many steps
         were made; a tensor is the very one that is trained, as in the state of a module.
         """
         self.flush()
-        masters = {}
-        for stage, weights in self._assembly.weights.items():
-            weights.use(None)
-            weights.publish()
-            masters[stage] = {name: master.detach() for name, (_, master) in weights.masters.items()}
-        modules = {stage: module.state_dict() for stage, module in self.modules.items()}
-        return {
-            "stages": modules,
-            "masters": masters,
-            "training": self._training.state_dict(),
-            "num_steps": self.num_steps,
-            **self._updater.state_dict(),
-        }
+        return state_of(self._assembly, self._training, self.num_steps)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned on the same rank of the same shape.
@@ -281,16 +210,7 @@ class Pipeline:
         Raises:
             ValueError: it belongs to other stages, or to other masters.
         """
-        if set(state["stages"]) != set(self._stages):
-            raise ValueError(f"this rank owns the stages {list(self._stages)}: the state has {sorted(state['stages'])}")
-        self._training.settle(self.num_steps)
-        for stage, weights in state["stages"].items():
-            self._assembly.weights[stage].use(None)
-            self._stages[stage].module.load_state_dict(weights)
-            load_masters(self._assembly.weights[stage], state.get("masters", {}).get(stage, {}), stage)
-        self._updater.load_state_dict(state)
-        self._training.load_state_dict(state.get("training", {}))
-        self.num_steps = state["num_steps"]
+        self.num_steps = load_state(self._assembly, self._training, state, self.num_steps)
 
     def close(self) -> None:
         """Release the transport; what is in flight is lost, unless ``flush`` was called before."""
@@ -301,18 +221,16 @@ class Pipeline:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Flush, unless the block has failed, and close."""
-        try:
+        with closing(self):
             if kind is None:
                 self.flush()
-        finally:
-            self.close()
 
     def _train(self, updates: bool, x: Value, y: Value, keywords: Mapping[str, Value]) -> Tensor | None:
-        count = self.num_microbatches
-        loss = self._feed.loss(x, y, count)
-        run = self._feed.run(self.num_steps, x, keywords, count, loss, train=True)
+        loss = self._feed.loss(x, y, self.num_microbatches)
+        run = self._feed.run(self.num_steps, x, keywords, self.num_microbatches, loss, train=True)
         with self._assembly.norms:
-            self._last_run = (self._training.train(run, updates=updates), run)
+            self._history.add(self._training.train(run, updates=updates), run)
+        loss.warn_if_detached(self.num_steps)
         self.num_steps += 1
         return self._shared(loss.means())
 
@@ -326,7 +244,7 @@ class Pipeline:
         """The batch's loss, with its metrics: on all ranks if so wanted, else wherever the last stage lives."""
         owners = self._placement.replicas_of(self._placement.num_stages - 1)
         readers = range(self._transport.num_ranks) if self._share_loss else owners
-        if len(readers) > 1:
-            means = together(means, self._assembly.agreement, owners, readers)
-        self.metrics = {name: value for name in means.values if (value := means.mean(name)) is not None}
-        return self.metrics.pop("loss", None)
+        means = of_all_replicas(means, self._group, self.rank, owners)
+        means = together(means, self._assembly.agreement, owners, readers)
+        self.metrics = {name: metric.mean for name, metric in means.metrics.items()}
+        return None if means.loss is None else means.loss.mean

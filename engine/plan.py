@@ -50,7 +50,9 @@ def plan_of(
     return program, None
 
 
-def windows_of(schedule: AsynchronousSchedule, tied_stages: frozenset[int], *, scalars: bool) -> Windows:
+def windows_of(
+    schedule: AsynchronousSchedule, tied_stages: frozenset[int], *, scalars: bool, data_parallel: bool = False
+) -> Windows:
     """The windows of an asynchronous schedule, with what its updates need of other ranks.
 
     Raises:
@@ -64,7 +66,7 @@ def windows_of(schedule: AsynchronousSchedule, tied_stages: frozenset[int], *, s
             "norms, loss scales, counts and tied weights, which belong to one update of all stages, need 2bw or a "
             "synchronous schedule"
         )
-    return Windows(schedule, tied_stages, scalars)
+    return Windows(schedule, tied_stages, scalars, data_parallel)
 
 
 def splits_backward(program: Program) -> bool:

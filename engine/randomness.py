@@ -1,7 +1,9 @@
 """Randomness: which random numbers a stage sees, whatever rank or schedule runs it.
 
 Before each forward the generator is seeded with ``seed_of(seed, step, microbatch, stage)``, so that dropout is a
-function of those four alone, and a recomputation repeats it. A stage that wants masks which do not even depend on
+function of those four alone, and a recomputation repeats it. Under data parallelism microbatch m of replica d counts as
+number d * M + m, where M is the microbatches of one replica: the replicas draw what one pipeline would draw for all of
+their microbatches, one replica's after the other's. A stage that wants masks which do not even depend on
 how the model was cut into stages has a method ``seed_microbatch(number)``; it is called with
 ``seed_of(seed, step, microbatch)`` before each forward.
 """
@@ -34,10 +36,12 @@ class Seeds:
     Args:
         seed: of the whole training.
         device: whose generators the stages draw from.
+        first_microbatch: the number of this replica's first one among those of all replicas.
     """
 
-    def __init__(self, seed: int, device: torch.device) -> None:
+    def __init__(self, seed: int, device: torch.device, first_microbatch: int = 0) -> None:
         self._seed = seed
+        self._first_microbatch = first_microbatch
         self.device = device
         self._generators = [torch.default_generator]
         if device.type == "cuda":
@@ -48,6 +52,7 @@ class Seeds:
 
     def plant(self, step: int, microbatch: int, stage: int) -> int:
         """Seed for one forward, and give the number for stages that seed themselves."""
+        microbatch += self._first_microbatch
         number = seed_of(self._seed, step, microbatch, stage)
         for generator in self._generators:
             generator.manual_seed(number)

@@ -4,7 +4,6 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -19,12 +18,12 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from stagewright.engine.context import context_of, num_cores
-from stagewright.engine.errors import PeerError, RankError
+from stagewright.engine.errors import PeerError, RankError, returned
+from stagewright.engine.meeting import use_loopback
 from stagewright.engine.transport.gloo import GlooTransport
 
 # In what text gloo's own errors are told from others: they begin with a place in its source.
 _GLOO_SOURCE: Final = "/gloo/"
-_LOOPBACK: Final = ("lo", "lo0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,10 @@ def _run(task: Task) -> Report:
         function, args = _load(task)
         torch.set_num_threads(max(1, num_cores() // task.num_ranks))
         _connect(task)
-        return Success(_dump(function(context_of(GlooTransport()), *args), task.rank))
+        context = context_of(GlooTransport())
+        result = _dump(function(context, *args), task.rank)
+        context.transport.abort(returned(task.rank))  # whoever waits for this rank, now or later, is told
+        return Success(result)
     except BaseException as error:
         return failure_of(error)
 
@@ -114,9 +116,7 @@ def _load(task: Task) -> tuple[Any, tuple[Any, ...]]:
 
 def _connect(task: Task) -> None:
     """Join the default process group; all ranks are on this machine, so whatever its name resolves to is not asked."""
-    names = [name for _, name in socket.if_nameindex() if name in _LOOPBACK]
-    if names:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+    use_loopback()
     store = TCPStore("127.0.0.1", task.port, is_master=False, wait_for_workers=False)
     dist.init_process_group(
         "gloo", store=store, rank=task.rank, world_size=task.num_ranks, timeout=timedelta(minutes=30)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from stagewright.engine.loss import BatchLoss
+from stagewright.engine.recorder import Moment
 from stagewright.engine.value import Value
 
 
@@ -38,4 +39,5 @@ class Run:
         self.first = first
         self.later_microbatches, self.later_versions = shift
         self.outputs: dict[int, Value] = {}
-        self.times: list[tuple[float, float]] = []
+        self.times: list[tuple[Moment, Moment]] = []  # start and end of each instruction
+        self.num_bytes: dict[tuple[bool, int], int] = {}  # (whether activation, stage that needs it) -> of a message

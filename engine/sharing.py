@@ -7,6 +7,7 @@ a rank may lie anywhere in the model, and only one that owns its gradient can sa
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from stagewright.engine.weights import like
 
@@ -53,6 +54,7 @@ def members(group: Group, stage: int, names: Iterable[str]) -> list[str]:
 def kind_of(parameter: nn.Parameter) -> str:
     """In what tied weights are all alike, such as ``trained float32[11, 6]``."""
     kind = f"{'trained' if parameter.requires_grad else 'frozen'} {parameter.dtype}{list(parameter.shape)}"
+    kind += f" {parameter.placements}" if isinstance(parameter, DTensor) else ""
     return kind.replace("torch.", "")
 
 

@@ -17,6 +17,7 @@ from stagewright.engine.boundary import Boundary
 from stagewright.engine.deferral import Deferred, Deferring
 from stagewright.engine.randomness import Seeds
 from stagewright.engine.value import Packed, Skeleton, Value, check_crossing, pack, unpack
+from stagewright.engine.watch import Watch
 from stagewright.engine.weights import SingleWeights, StageWeights
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,20 @@ class Stage:
         self._num_kept = num_kept
         self._pending: dict[int, Deferred] = {}
         self._has_told = False
+        self._frozen = [(name, weight) for name, weight in module.named_parameters() if not weight.requires_grad]
+
+    def check_frozen(self) -> None:
+        """Refuse to train what was frozen when the pipeline was built: no sum, division or norm knows of it.
+
+        Raises:
+            ValueError: such a parameter wants a gradient now.
+        """
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"{name} of stage {self.index} was frozen when the Pipeline was built, and wants a gradient now: "
+                    "build it with all that will ever be trained, and freeze afterwards, or build another Pipeline"
+                )
 
     def forward(
         self,
@@ -163,7 +178,7 @@ class Stage:
         reached = [(root, dy) for root, dy in zip(stashed.roots, gradients) if dy is not None]
         deferred = stashed.deferred
         if reached:
-            watch = _Watch(self.module) if deferred is not None and not self._has_told else None
+            watch = Watch(self.module) if deferred is not None and not self._has_told else None
             with _deferring(deferred), deferred or nullcontext():
                 torch.autograd.backward([root for root, _ in reached], [dy for _, dy in reached])
             if watch is not None:
@@ -195,22 +210,6 @@ class Stage:
         """Drop whatever is in flight, after a failure."""
         self.stash.clear()
         self._pending.clear()
-
-
-class _Watch:
-    """Sees which parameters of a module get a gradient from now on."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._parameters = dict(module.named_parameters())
-        self._before = {name: _state_of(parameter.grad) for name, parameter in self._parameters.items()}
-
-    def grown(self) -> list[str]:
-        """The names of those whose gradient has changed."""
-        return [name for name, parameter in self._parameters.items() if _state_of(parameter.grad) != self._before[name]]
-
-
-def _state_of(gradient: Tensor | None) -> tuple[int, int] | None:
-    return None if gradient is None else (id(gradient), gradient._version)
 
 
 class _Body:

@@ -8,6 +8,8 @@ from stagewright.engine.executor import Executor
 from stagewright.engine.run import Run
 from stagewright.engine.transport.contract import Session
 from stagewright.schedules import Program, insert_agreements
+from stagewright.schedules.data_parallel import insert_reductions
+from stagewright.schedules.sharding import insert_sharding
 from stagewright.schedules.variants import without_steps
 
 
@@ -21,7 +23,8 @@ class SynchronousTraining:
     """
 
     def __init__(self, program: Program, assembly: Assembly, *, fixed_shapes: bool) -> None:
-        self._program = program
+        program = insert_reductions(program) if assembly.group.size > 1 else program
+        self._program = insert_sharding(program, assembly.sharded_stages)
         self._assembly = assembly
         self._session = Session(fixed_shapes)
         self._executors: dict[tuple[bool, bool], Executor] = {}

@@ -7,9 +7,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from stagewright.engine.locals import local_gradient, local_of, spread_like
 from stagewright.engine.sharing import Group, all_names, kind_of, members
 from stagewright.engine.transport.contract import Channel, Receipt, Session, Transport
-from stagewright.engine.value import Packed, pack, unpack
+from stagewright.engine.value import Packed, check_crossing, pack, unpack
 from stagewright.schedules import Placement
 
 # The name of a tied weight on each stage that has a copy.
@@ -96,7 +97,8 @@ class Ties:
             total = add_up([gradients[index, stage] for stage in sorted(tie) if (index, stage) in gradients])
             for stage in tie:
                 if stage in self._parameters:
-                    self._parameter((index, stage)).grad = None if total is None else total.clone()
+                    parameter = self._parameter((index, stage))
+                    parameter.grad = None if total is None else spread_like(parameter, total.clone())
 
     def _find(self, groups: Sequence[Group], modules: Mapping[int, nn.Module]) -> list[Tie]:
         """Learn from all ranks which stages have the named parameters; a weight of one stage alone needs nothing."""
@@ -127,16 +129,14 @@ class Ties:
         """Let all copies start from the value of the first stage's."""
         self._transport.begin(Session(fixed_shapes=False))
         with torch.no_grad():
-            self._exchange(
-                {other: [self._parameter(copy) for copy in copies] for other, copies in self._outgoing.items()}
-            )
-            arrived: dict[Copy, Tensor | None] = {copy: self._parameter(copy) for copy in self._own_copies()}
+            self._exchange({other: [self._value(copy) for copy in copies] for other, copies in self._outgoing.items()})
+            arrived: dict[Copy, Tensor | None] = {copy: self._value(copy) for copy in self._own_copies()}
             arrived |= self._arrived()
             for index, tie in enumerate(self._ties):
                 for stage in tie:
                     value = arrived.get((index, min(tie)))
                     if stage in self._parameters and value is not None:
-                        self._parameter((index, stage)).copy_(value)
+                        self._value((index, stage)).copy_(value)
         self._transport.end()
 
     def clear(self) -> None:
@@ -152,7 +152,9 @@ class Ties:
         for other, tensors in outgoing.items():
             if tensors:
                 values = [None if tensor is None else tensor.detach() for tensor in tensors]
-                self._transport.send(_channel(rank, other), pack(values, "a tied weight", "gradient"), 0, 0)
+                packed = pack(values, "a tied weight", "gradient")
+                check_crossing(packed, "a tied weight", "gradient")
+                self._transport.send(_channel(rank, other), packed, 0, 0)
 
     def _arrived(self) -> dict[Copy, Tensor | None]:
         """What the other ranks have sent."""
@@ -183,8 +185,11 @@ class Ties:
         index, stage = copy
         return self._parameters[stage][self._ties[index][stage]]
 
+    def _value(self, copy: Copy) -> Tensor:
+        return local_of(self._parameter(copy))
+
     def _gradient(self, copy: Copy) -> Tensor | None:
-        return self._parameter(copy).grad
+        return local_gradient(self._parameter(copy))
 
 
 def add_up(gradients: Sequence[Tensor | None]) -> Tensor | None:

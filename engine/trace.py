@@ -2,17 +2,22 @@
 
 import platform
 import struct
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Final
 
+from stagewright.engine.recorder import Moment, recorder_of
+from stagewright.engine.run import Run
 from stagewright.engine.transport.contract import Transport
 from stagewright.schedules import Costs, Program, Timeline
 from stagewright.schedules.instructions import Overlap
 
 # the clock, and the lengths of what follows: the machine's name in bytes, the times in doubles
 _HEAD: Final = struct.Struct("<dII")
+# Steps that are kept for a calibration.
+NUM_KEPT: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +56,66 @@ class Record:
         return 0.0 if self.machine == other.machine else self.clock - other.clock
 
 
-def gather_timeline(program: Program, times: Sequence[tuple[float, float]], transport: Transport) -> Timeline:
-    """Bring every rank's (start, end) of each instruction together, in seconds; all ranks call this alike."""
-    transport.gather(b"")  # all ranks get past this at one moment
-    record = Record(platform.node(), perf_counter(), tuple(time for pair in times for time in pair))
-    return timeline_of(program, [Record.from_bytes(data) for data in transport.gather(record.to_bytes())])
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One training step as this rank has noted it.
+
+    Args:
+        program: what ran.
+        times: start and end of each instruction of this rank.
+        num_bytes: of a message, by whether it is an activation and the stage that needs it.
+    """
+
+    program: Program
+    times: Sequence[tuple[Moment, Moment]]
+    num_bytes: Mapping[tuple[bool, int], int]
+
+
+class History:
+    """The last training steps on this rank, without the very first, in which buffers are made, once there are others.
+
+    Args:
+        transport: connects the ranks.
+        num_kept: so many steps are kept at most.
+    """
+
+    def __init__(self, transport: Transport, num_kept: int = NUM_KEPT) -> None:
+        self._transport = transport
+        self._recorder = recorder_of(transport.device)
+        self._kept: deque[Recorded] = deque(maxlen=num_kept)
+        self._num_added = 0
+
+    def add(self, program: Program, run: Run) -> None:
+        """Keep what was noted of a step, and nothing else of it."""
+        if self._num_added == 1:
+            self._kept.clear()
+        self._kept.append(Recorded(program, run.times, run.num_bytes))
+        self._num_added += 1
+
+    def last(self, num_steps: int) -> list[Recorded]:
+        """The newest of what is kept, in order.
+
+        Raises:
+            ValueError: there was no training step yet.
+        """
+        if not self._kept:
+            raise ValueError("there is nothing to show yet: call train_step first")
+        return list(self._kept)[-num_steps:]
+
+    def timelines(self, num_steps: int = 1) -> list[Timeline]:
+        """The timelines of the last steps, in seconds; all ranks call this alike."""
+        transport = self._transport
+        steps = self.last(num_steps)
+        flat = [[moment for pair in step.times for moment in pair] for step in steps]
+        seconds = [tuple(self._recorder.seconds(moments)) for moments in flat]
+        transport.gather(b"")  # all ranks get past this at one moment
+        clock = perf_counter()
+        timelines = []
+        for step, times in zip(steps, seconds):
+            record = Record(platform.node(), clock, times)
+            records = [Record.from_bytes(data) for data in transport.gather(record.to_bytes())]
+            timelines.append(timeline_of(step.program, records))
+        return timelines
 
 
 def timeline_of(program: Program, records: Sequence[Record]) -> Timeline:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from stagewright.engine.agreement import Agreement, LossScale, Scalars
 from stagewright.engine.gradients import Gradients
 from stagewright.engine.loss import BatchLoss
-from stagewright.engine.optimizers import OptimizerFactory, Plans, make_optimizer, named_weights
+from stagewright.engine.optimizers import OptimizerFactory, Plans, make_optimizer
 from stagewright.engine.staleness import Remedies
 from stagewright.engine.weights import StageWeights
 
@@ -40,7 +40,8 @@ class Updater:
         max_norm: float | None = None,
         loss_scale: LossScale | None = None,
     ) -> None:
-        self.optimizer = make_optimizer(factory, list(named_weights(weights)))
+        named = [named for of_stage in weights.values() for named in of_stage.trained.items()]
+        self.optimizer = make_optimizer(factory, named)
         if self.optimizer is not None:
             remedies.check(self.optimizer)
         self.can_step = factory is not None
@@ -87,6 +88,11 @@ class Updater:
         """A batch begins; its update is the first of its program."""
         self._num_due = self._num_updates = 0
         self._gradients.begin()
+
+    def reduce(self, stage: int) -> None:
+        """All gradients of a stage are there: start their sum over its copies."""
+        self._weights[stage].bring_gradients(self._num_updates + 1)
+        self._gradients.reduce(stage)
 
     def reduce_tied(self, stage: int) -> None:
         """All gradients of a tied stage are there: start their sum over the stages that share a weight with it."""
@@ -211,5 +217,6 @@ class Updater:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """By what to multiply gradients of a norm so that they have the wanted one at most, as torch does."""
-    return min(1.0, max_norm / (norm + 1e-6))
+    """By what to multiply gradients of a norm so that they have the wanted one at most, as torch does; of NaN NaN."""
+    factor = max_norm / (norm + 1e-6)
+    return 1.0 if factor > 1.0 else factor

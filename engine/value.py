@@ -11,7 +11,8 @@ from torch import Tensor, nn
 # A tensor, None, or a tuple, list or dict of values in any nesting.
 Value: TypeAlias = Any
 
-# The shape of a value without its tensors: "t" is a tensor, "n" is None, a container is its kind and its members.
+# The shape of a value without its tensors: "t" is a tensor, "n" is None, ("again", i) is the i-th tensor once more, a
+# container is its kind and its members.
 Skeleton: TypeAlias = str | tuple[Any, ...]
 
 _DTYPES: Final = {
@@ -61,11 +62,11 @@ def pack(value: Value, owner: str, name: str = "output") -> Packed:
     Raises:
         TypeError: a member is no tensor, tuple, list, dict or None; its path and type are named.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not value.is_nested:
         shape = tuple(value.shape)
         return Packed(Layout("t", (value.dtype,), (shape,), (value.requires_grad,)), (value,))
     tensors: list[Tensor] = []
-    skeleton = _take_apart(value, tensors, owner, name)
+    skeleton = _take_apart(value, tensors, {}, owner, name)
     layout = Layout(
         skeleton,
         tuple(tensor.dtype for tensor in tensors),
@@ -87,7 +88,7 @@ def unpack(skeleton: Skeleton, tensors: Sequence[Tensor]) -> Value:
     """Put a value together again; the reverse of ``pack``."""
     if skeleton == "t":
         return tensors[0]
-    return _put_together(skeleton, iter(tensors))
+    return _put_together(skeleton, tensors, iter(tensors))
 
 
 def check_crossing(packed: Packed, owner: str, name: str = "output") -> None:
@@ -101,10 +102,12 @@ def check_crossing(packed: Packed, owner: str, name: str = "output") -> None:
         TypeError: a tensor is sparse, of a type that no message has, or of a subclass with a life of its own.
     """
     for index, tensor in enumerate(packed.tensors):
-        if type(tensor) in _CROSSING and tensor.layout is torch.strided and tensor.dtype in _NAMES:
+        dense = tensor.layout is torch.strided and not tensor.is_meta
+        if type(tensor) in _CROSSING and dense and tensor.dtype in _NAMES:
             continue
         path = list(_paths(packed.layout.skeleton, name))[index]
-        kind = type(tensor).__name__ if type(tensor) not in _CROSSING else f"tensor of {tensor.layout}, {tensor.dtype}"
+        kind = f"tensor of {tensor.layout}, {tensor.dtype}" + (", without data" if tensor.is_meta else "")
+        kind = kind if type(tensor) in _CROSSING else type(tensor).__name__
         raise TypeError(
             f"{path} of {owner} is a {kind}: what crosses to another stage is a dense, plain tensor of one of the "
             f"types {', '.join(_DTYPES)}; convert it"
@@ -116,6 +119,8 @@ def _paths(skeleton: Skeleton, path: str) -> Iterator[str]:
     match skeleton:
         case "t":
             yield path
+        case ("again", _):
+            return
         case ("dict", keys, *members):
             for key, member in zip(keys, members):
                 yield from _paths(member, f"{path}[{key!r}]")
@@ -124,10 +129,15 @@ def _paths(skeleton: Skeleton, path: str) -> Iterator[str]:
                 yield from _paths(member, f"{path}[{index}]")
 
 
-def _take_apart(value: Value, tensors: list[Tensor], owner: str, path: str, depth: int = 0) -> Skeleton:
+def _take_apart(
+    value: Value, tensors: list[Tensor], seen: dict[int, int], owner: str, path: str, depth: int = 0
+) -> Skeleton:
     if depth > _MAX_NESTING:
         raise TypeError(f"{path} of {owner} is nested deeper than {_MAX_NESTING}: pass a flatter value on")
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not value.is_nested:
+        index = seen.setdefault(id(value), len(tensors))
+        if index < len(tensors):
+            return ("again", index)
         tensors.append(value)
         return "t"
     if value is None:
@@ -135,7 +145,8 @@ def _take_apart(value: Value, tensors: list[Tensor], owner: str, path: str, dept
     kind = type(value)
     if kind is tuple or kind is list:
         members = (
-            _take_apart(member, tensors, owner, f"{path}[{index}]", depth + 1) for index, member in enumerate(value)
+            _take_apart(member, tensors, seen, owner, f"{path}[{index}]", depth + 1)
+            for index, member in enumerate(value)
         )
         return ("tuple" if kind is tuple else "list", *members)
     if kind is dict:
@@ -145,26 +156,31 @@ def _take_apart(value: Value, tensors: list[Tensor], owner: str, path: str, dept
                     f"{path} of {owner} has the key {key!r}, a {type(key).__name__}: the keys of a dict that crosses "
                     "to another stage are str or int"
                 )
-        members = (_take_apart(member, tensors, owner, f"{path}[{key!r}]", depth + 1) for key, member in value.items())
+        members = (
+            _take_apart(member, tensors, seen, owner, f"{path}[{key!r}]", depth + 1) for key, member in value.items()
+        )
         return ("dict", tuple(value), *members)
+    name = "nested tensor" if isinstance(value, Tensor) else kind.__name__
     raise TypeError(
-        f"{path} of {owner} is a {kind.__name__}: what crosses to another stage is a tensor, tuple, list, dict or "
-        "None; turn it into one of these"
+        f"{path} of {owner} is a {name}: what crosses to another stage is a plain tensor, tuple, list, dict or None; "
+        "turn it into one of these"
     )
 
 
-def _put_together(skeleton: Skeleton, tensors: Iterator[Tensor]) -> Value:
+def _put_together(skeleton: Skeleton, tensors: Sequence[Tensor], new: Iterator[Tensor]) -> Value:
     match skeleton:
         case "t":
-            return next(tensors)
+            return next(new)
         case "n":
             return None
+        case ("again", int(index)):
+            return tensors[index]
         case ("tuple", *members):
-            return tuple(_put_together(member, tensors) for member in members)
+            return tuple(_put_together(member, tensors, new) for member in members)
         case ("list", *members):
-            return [_put_together(member, tensors) for member in members]
+            return [_put_together(member, tensors, new) for member in members]
         case ("dict", keys, *members):
-            return {key: _put_together(member, tensors) for key, member in zip(keys, members)}
+            return {key: _put_together(member, tensors, new) for key, member in zip(keys, members)}
         case _:
             raise ValueError(f"{skeleton!r} is no skeleton of a value")
 
@@ -184,7 +200,7 @@ def read_layout(text: bytes) -> Layout:
     try:
         skeleton, names, shapes, differentiable = json.loads(text)
         layout = Layout(
-            _checked_skeleton(skeleton, 0),
+            _checked_skeleton(skeleton, len(names)),
             tuple(_DTYPES[name] for name in names),
             tuple(tuple(_checked_size(size) for size in shape) for shape in shapes),
             tuple(bool(flag) for flag in differentiable),
@@ -197,19 +213,21 @@ def read_layout(text: bytes) -> Layout:
     return layout
 
 
-def _checked_skeleton(skeleton: Any, depth: int) -> Skeleton:
+def _checked_skeleton(skeleton: Any, num_tensors: int, depth: int = 0) -> Skeleton:
     """JSON has no tuples: restore them, and refuse what no ``pack`` has written."""
     if depth > _MAX_NESTING:
         raise ValueError(f"a value is nested deeper than {_MAX_NESTING}")
     match skeleton:
         case "t" | "n":
             return str(skeleton)
+        case ["again", int(index)] if 0 <= index < num_tensors:
+            return ("again", index)
         case ["tuple" | "list" as kind, *members]:
-            return (kind, *(_checked_skeleton(member, depth + 1) for member in members))
+            return (kind, *(_checked_skeleton(member, num_tensors, depth + 1) for member in members))
         case ["dict", [*keys], *members] if len(keys) == len(members):
             if any(type(key) is not str and type(key) is not int for key in keys):
                 raise ValueError("a dict key is neither str nor int")
-            return ("dict", tuple(keys), *(_checked_skeleton(member, depth + 1) for member in members))
+            return ("dict", tuple(keys), *(_checked_skeleton(member, num_tensors, depth + 1) for member in members))
         case _:
             raise ValueError(f"{skeleton!r} is no skeleton of a value")
 
@@ -224,7 +242,7 @@ def _count(skeleton: Skeleton) -> int:
     match skeleton:
         case "t":
             return 1
-        case "n":
+        case "n" | ("again", _):
             return 0
         case ("dict", _, *members):
             return sum(map(_count, members))

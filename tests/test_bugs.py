@@ -1,12 +1,14 @@
 """The bug diary: each test tells a fault that the library once had."""
 
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from breaking import fail_with_receives_posted
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from stagewright.engine import PeerError, Pipeline, RankContext, RankError, launch_local
 from stagewright.engine.batch import join, split_keywords
@@ -15,7 +17,7 @@ from stagewright.engine.transport.contract import Channel, Session
 from stagewright.engine.transport.device import DeviceTransport, _as_bytes
 from stagewright.engine.transport.frame import FrameCodec
 from stagewright.engine.transport.threads import Hub, ThreadTransport
-from stagewright.engine.value import pack
+from stagewright.engine.value import check_crossing, pack
 from stagewright.schedules import Program, ScheduleError, create, simulate, verify
 from stagewright.schedules.asynchronous import AsynchronousSchedule
 from stagewright.schedules.placement import linear
@@ -439,3 +441,172 @@ def test_a_receive_that_a_failing_rank_let_go_held_up_its_last_words() -> None:
     """Gloo cannot skip a message whose receive was released: nothing of that connection was read any more, not even
     that the other side was ready to hear of the failure, and a thread of gloo's turned round on it for ever."""
     assert launch_local(fail_with_receives_posted, 2)[1] == "rank 0 failed"
+
+
+def test_a_metric_named_loss_was_added_to_the_loss() -> None:
+    """Both were kept under that name."""
+    x, y = torch.ones(4, 2, dtype=torch.float64), torch.zeros(4, 2, dtype=torch.float64)
+    with alone(nn.Identity(), loss_fn=lambda output, target: (squared(output, target), {"loss": 5.0})) as pipe:
+        assert pipe.eval_step(x, y) == squared(x, y)
+        assert pipe.metrics == {"loss": 5.0}
+
+
+def test_a_metric_that_some_microbatches_lack_counted_0_there() -> None:
+    """It is a mean over those that give it."""
+    rows = torch.arange(4.0)[:, None]
+    for count in (None, 2):
+        with alone(nn.Identity(), loss_fn=partial(sometimes_measured, count)) as pipe:
+            pipe.eval_step(rows, rows, num_microbatches=4)
+            assert pipe.metrics == {"hard": 2.0}
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def sometimes_measured(count: int | None, output: Tensor, target: Tensor) -> Any:
+    """Measures the rows 1 and 3."""
+    metrics = {"hard": output.item()} if output.item() % 2 else {}
+    loss = squared(output, target)
+    return (loss, metrics) if count is None else (loss * count, count, metrics)
+
+
+def test_what_was_unfrozen_later_was_neither_divided_nor_counted() -> None:
+    """A pipeline notes what it trains when it is built; what came later kept the gradient of the sum of a loss that
+    comes as (sum, count), was not added up over copies, and missing in the norm."""
+    module = nn.Linear(2, 2).requires_grad_(False)
+    with alone(nn.Sequential(module, nn.Linear(2, 2))) as pipe:
+        pipe.forward_backward(torch.ones(4, 2), torch.ones(4, 2))
+        module.requires_grad_(True)
+        with pytest.raises(ValueError, match=r"0.weight of stage 0 was frozen when the Pipeline was built"):
+            pipe.forward_backward(torch.ones(4, 2), torch.ones(4, 2))
+
+
+class Twin(nn.Module):
+    """Gives the same tensor twice; whoever changes one of them in place changes both."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        torch.manual_seed(stage)
+        self.linear = nn.Linear(2, 2, dtype=torch.float64)
+        self.stage = stage
+
+    def forward(self, x: Any) -> Any:
+        if self.stage:
+            x = x["one"][0].mul_(2) + x["other"]
+        y = self.linear(x) * 1
+        return y if self.stage == 3 else {"one": [y], "other": y}
+
+
+def train_twins(context: RankContext, schedule: str) -> Tensor | None:
+    with Pipeline(
+        Twin, schedule=schedule, num_microbatches=4, loss_fn=squared, transport=context.transport, share_loss=True
+    ) as pipe:
+        return pipe.forward_backward(torch.ones(4, 2).double(), torch.zeros(4, 2).double())
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("gpipe", 4), ("zbv", 2)])
+def test_a_tensor_that_crossed_twice_became_two(schedule: str, num_ranks: int) -> None:
+    """So a change in place reached one of them; on the same rank, another result again."""
+    x: Any = torch.ones(4, 2).double()
+    for stage in range(4):
+        x = Twin(stage)(x)
+    for loss in launch_local(train_twins, num_ranks, backend="threads", args=(schedule,)):
+        torch.testing.assert_close(loss, squared(x, torch.zeros(4, 2).double()).detach(), rtol=1e-12, atol=1e-12)
+
+
+class ForwardMode(nn.Module):
+    """Adds its own directional derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            y, slope = forward_ad.unpack_dual(self.linear(forward_ad.make_dual(x, torch.ones_like(x))))
+        return y + slope
+
+
+def test_forward_mode_inside_a_stage_was_an_error_under_split_backward() -> None:
+    assert_same_gradients(ForwardMode())
+
+
+class Broken(torch.autograd.Function):
+    """Has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy * float("nan")
+
+
+class BreaksBelow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        below: Tensor = Broken.apply(self.below(x))
+        above: Tensor = self.above(below)
+        return above
+
+
+def test_a_norm_that_is_no_number_clipped_nothing() -> None:
+    """min(1, NaN) is 1 in Python; torch's own clipping makes all gradients NaN then, so that nobody trains on."""
+    module = BreaksBelow()
+    with alone(module, max_norm=1.0, optimizer=lambda named: torch.optim.SGD(named, lr=0.1)) as pipe:
+        pipe.train_step(torch.ones(4, 2), torch.ones(4, 2))
+        assert all(parameter.isnan().all() for parameter in module.parameters())
+
+
+def test_a_spec_of_more_keywords_than_a_step_has_was_refused() -> None:
+    """Optional ones could not be left out."""
+    parts = split_keywords({"mask": torch.ones(2, 2)}, 2, {"mask": 1, "positions": None})
+    assert [part["mask"].shape for part in parts] == [(2, 1), (2, 1)]
+    with pytest.raises(ValueError, match=r"split_spec names \['maks'\], but the arguments are \['mask'\]"):
+        split_keywords({"mask": torch.ones(2, 2)}, 2, {"maks": 1})
+
+
+@pytest.mark.parametrize(
+    ("member", "kind"),
+    [
+        (torch.empty(3, device="meta"), "tensor of torch.strided, torch.float32, without data"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested tensor"),
+    ],
+)
+def test_a_tensor_without_numbers_or_shape_was_an_error_from_within_torch(member: Tensor, kind: str) -> None:
+    with pytest.raises(TypeError, match=rf"output\[1\] of stage 3 is a {kind}: what crosses to another stage is"):
+        check_crossing(pack((torch.ones(2), member), "stage 3"), "stage 3")
+
+
+def test_a_loss_without_a_graph_trained_nothing_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    """It is no error, since a microbatch may have nothing to learn from, but hardly a whole batch."""
+    with alone(nn.Linear(2, 2), loss_fn=lambda output, target: squared(output.detach(), target)) as pipe:
+        pipe.forward_backward(torch.ones(4, 2), torch.ones(4, 2))
+    assert [record.message for record in caplog.records] == [
+        "step 0 trains nothing: no loss depends on the output of the model; does loss_fn detach it?"
+    ]
+
+
+class Random(nn.Linear):
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(rank)
+        super().__init__(2, 2)
+
+
+def random_copies(context: RankContext) -> dict[int, Tensor]:
+    with Pipeline(
+        lambda stage: Random(context.rank), schedule="dualpipe", num_microbatches=4, transport=context.transport
+    ) as pipe:
+        return {stage: module.weight.detach().clone() for stage, module in pipe.modules.items()}
+
+
+def test_copies_of_a_stage_started_from_different_weights() -> None:
+    """Under dualpipe and chimera, with modules that were not seeded: two models under one name."""
+    one, other = launch_local(random_copies, 2, backend="threads")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[stage], other[stage]) for stage in one)

@@ -64,9 +64,24 @@ def in_threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 
 
 def test_every_python_block_is_run_by_some_test() -> None:
-    run_below = ("launch_local(train, num_ranks=4)", "add_arguments(parser)", "tied=", '("1f1b", "2bw")', "from_csv")
+    run_below = (
+        "launch_local(train, num_ranks=4)",
+        "add_arguments(parser)",
+        "tied=",
+        '("1f1b", "2bw")',
+        "from_csv",
+        "cut_by_layout(",
+        "make_mesh(",
+    )
     run_with_the_adapter = "forward_backward_func"
     assert sorted(map(the_block, (*run_below, run_with_the_adapter))) == sorted(PYTHON)
+
+
+def test_replicas_print_the_loss_of_one_pipeline(in_threads: Callable[..., str]) -> None:
+    alone, together = map(ast.literal_eval, in_threads(the_block("make_mesh(")).splitlines())
+    assert alone == [None, alone[1]]
+    assert together == [None, None, alone[1], alone[1]]
+    assert 0 < alone[1] < 0.9
 
 
 def test_the_embedding_example_trains(tmp_path: Path) -> None:
@@ -103,6 +118,14 @@ def test_losses_ties_and_precision(in_threads: Callable[..., str]) -> None:
     assert loss < 0.2
     assert accuracy == 1
     assert norm > 0
+
+
+def test_a_model_is_cut_and_trains(in_threads: Callable[..., str]) -> None:
+    layout, losses = in_threads(the_block("cut_by_layout(")).splitlines()
+    assert layout == "Et|tt|tt|tL"
+    *others, loss = ast.literal_eval(losses)
+    assert others == [None] * 3
+    assert loss < 0.5  # from 3.5
 
 
 def test_the_weights_of_the_asynchronous_example_are_those_printed(in_threads: Callable[..., str]) -> None:

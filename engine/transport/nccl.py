@@ -1,5 +1,7 @@
 """NCCL: communicators between GPUs, one for each channel, so that none ever waits behind another's traffic."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,22 +18,24 @@ class NcclConnect:
     channels of a direction, would queue behind each other.
 
     Args:
-        ranks: the global ranks of the pipeline's ranks, in order.
+        pipelines: for each pipeline, which have all the same channels, the global ranks of its ranks, in order.
         device: this rank's GPU.
     """
 
-    def __init__(self, ranks: list[int], device: torch.device) -> None:
-        self._ranks = ranks
+    def __init__(self, pipelines: Sequence[Sequence[int]], device: torch.device) -> None:
+        self._pipelines = pipelines
         self._device = device
 
     def __call__(self, line: Line) -> Communicator | None:
         """The communicator of a line, warmed up: NCCL sets it up at its first use, with both ends waiting."""
         source, destination, _ = line
-        ends = self._ranks[source], self._ranks[destination]
-        group = dist.new_group(list(ends), backend="nccl")
         own = dist.get_rank()
-        if own not in ends:
+        made = [(ranks[source], ranks[destination]) for ranks in self._pipelines]
+        groups = {ends: dist.new_group(list(ends), backend="nccl") for ends in made}  # all ranks make all groups
+        ends = next((ends for ends in made if own in ends), None)
+        if ends is None:
             return None
+        group = groups[ends]
         # A group orders its ranks by itself, whatever order it was given them in.
         other = ends[1] if own == ends[0] else ends[0]
         communicator = NcclCommunicator(group, dist.get_group_rank(group, other))
@@ -67,8 +71,14 @@ class NcclCommunicator:
         return work
 
 
-def nccl_transport(device: torch.device) -> DeviceTransport:
-    """Over all ranks of the default process group, with a gloo group beside it from host to host."""
-    host = dist.new_group(backend="gloo")
-    connect = NcclConnect(list(range(dist.get_world_size())), device)
-    return DeviceTransport(GlooTransport(host), connect, device)
+def nccl_transport(device: torch.device, pipelines: Sequence[Sequence[int]] = ()) -> DeviceTransport:
+    """Over the ranks of this one's pipeline, with a gloo group beside it from host to host.
+
+    Args:
+        device: this rank's GPU.
+        pipelines: the global ranks of every pipeline; all ranks are one where left out.
+    """
+    pipelines = pipelines or [list(range(dist.get_world_size()))]
+    hosts = {tuple(ranks): dist.new_group(list(ranks), backend="gloo") for ranks in pipelines}  # all make all
+    host = next(group for ranks, group in hosts.items() if dist.get_rank() in ranks)
+    return DeviceTransport(GlooTransport(host), NcclConnect(pipelines, device), device)

@@ -6,17 +6,19 @@ from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
-from stagewright.engine.errors import PeerError
-from stagewright.engine.transport.contract import OCCUPIED, Channel, Kind, Line, Receipt, Session, Transport
-from stagewright.engine.value import Packed
+from stagewright.engine.errors import PeerError, returned
+from stagewright.engine.transport.contract import OCCUPIED, Channel, Line, Receipt, Session, Transport
+from stagewright.engine.transport.group import Sum
+from stagewright.engine.value import Packed, pack
 
-# source, destination, kind, index
-Key: TypeAlias = tuple[int, int, Kind, int]
+# source and destination in the hub, what it is, index
+Key: TypeAlias = tuple[int, int, str, int]
 
 
 class Hub:
-    """What the thread ranks of one pipeline share.
+    """What all thread ranks share, those of several replicas of a pipeline too.
 
     Args:
         num_ranks: ranks that will meet here.
@@ -28,7 +30,7 @@ class Hub:
         self.baton = threading.RLock()
         self._changed = threading.Condition()
         self._messages: dict[Key, Packed] = {}
-        self._gathered: dict[int, dict[int, bytes]] = {}
+        self._gathered: dict[tuple[Sequence[int], str, int], dict[int, bytes]] = {}
         self._left: set[int] = set()
         self._failure: str | None = None
 
@@ -47,17 +49,22 @@ class Hub:
                 self._changed.wait()
             return self._messages.pop(key)
 
-    def gather(self, turn: int, rank: int, data: bytes) -> list[bytes]:
-        """Wait for every rank's bytes of this turn."""
+    def gather(
+        self, turn: int, rank: int, data: bytes, members: Sequence[int] | None = None, name: str = ""
+    ) -> list[bytes]:
+        """Wait for the bytes that the members of a transport, by default all ranks, give in this turn of theirs."""
+        members = tuple(range(self.num_ranks) if members is None else members)
         with self._changed:
-            of_turn = self._gathered.setdefault(turn, {})
+            of_turn = self._gathered.setdefault((members, name, turn), {})
             of_turn[rank] = data
             self._changed.notify_all()
-            while len(of_turn) < self.num_ranks:
-                self.check([other for other in range(self.num_ranks) if other not in of_turn])
+            while len(of_turn) < len(members):
+                self.check([other for other in members if other not in of_turn])
                 self._changed.wait()
-            self._gathered.pop(turn - 1, None)  # everyone has read the turn before, or it would not be here
-            return [of_turn[other] for other in range(self.num_ranks)]
+            self._gathered.pop(
+                (members, name, turn - 1), None
+            )  # everyone has read the turn before, or it would not be here
+            return [of_turn[other] for other in members]
 
     def fail(self, reason: str) -> None:
         """Make every rank that waits, now or later, raise PeerError; the first reason counts."""
@@ -82,7 +89,7 @@ class Hub:
             raise PeerError(self._failure)
         gone = self._left.intersection(awaited)
         if gone:
-            raise PeerError(f"rank {min(gone)} has returned while another rank still waits for what it sends")
+            raise PeerError(returned(min(gone)))
 
 
 class _ThreadReceipt:
@@ -100,16 +107,21 @@ class ThreadTransport:
     """One thread rank's connection to the others.
 
     Args:
-        hub: shared by all ranks of the pipeline.
+        hub: shared by all ranks.
         rank: this rank.
+        members: the ranks of the hub that are this transport's, in order; all of them where left out.
+        name: tells it from other transports of the same ranks.
     """
 
-    def __init__(self, hub: Hub, rank: int) -> None:
+    def __init__(self, hub: Hub, rank: int, members: Sequence[int] | None = None, name: str = "") -> None:
+        self._hub = hub
         self.rank = rank
-        self.num_ranks = hub.num_ranks
+        self._members = tuple(range(hub.num_ranks)) if members is None else tuple(members)
+        self.num_ranks = len(self._members)
         self.device = torch.device("cpu")
         self.baton: AbstractContextManager[object] = hub.baton
-        self._hub = hub
+        self._num_meshes = 0
+        self._name = name
         self._num_messages: dict[Line, int] = {}
         self._num_awaited = 0
         self._num_gathers = 0
@@ -153,7 +165,7 @@ class ThreadTransport:
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes."""
         self._num_gathers += 1
-        return self._hub.gather(self._num_gathers, self.rank, data)
+        return self._hub.gather(self._num_gathers, self._members[self.rank], data, self._members, self._name)
 
     def abort(self, reason: str) -> None:
         """Wake every rank that waits."""
@@ -162,7 +174,72 @@ class ThreadTransport:
     def close(self) -> None:
         """Nothing to release."""
 
+    def mesh(self, rows: Sequence[int], column: Sequence[int]) -> tuple["ThreadTransport", "ThreadGroup"]:
+        """Connections among some of the ranks; every rank calls this alike.
+
+        Args:
+            rows: the ranks of this one's replica of a pipeline.
+            column: the same rank of all replicas.
+        """
+        self._num_meshes += 1
+        name = f"{self._name} mesh {self._num_meshes}"
+        own = self._members[self.rank]
+        ranks, replicas = ([self._members[rank] for rank in part] for part in (rows, column))
+        transport = ThreadTransport(self._hub, ranks.index(own), ranks, name)
+        return transport, ThreadGroup(self._hub, replicas.index(own), replicas, name)
+
     def _next(self, channel: Channel) -> Key:
         index = self._num_messages.get(channel.line, 0)
         self._num_messages[channel.line] = index + 1
-        return (*channel.line, index)
+        source, destination = self._members[channel.source], self._members[channel.destination]
+        return source, destination, f"{self._name} {channel.kind}", index
+
+
+class ThreadGroup:
+    """Sums over replicas; every rank adds them up for itself, in the order of replicas.
+
+    Args:
+        hub: shared by all ranks.
+        rank: this replica.
+        members: the ranks of the hub that are the same rank of each replica.
+        name: tells it from other groups of the same ranks.
+    """
+
+    def __init__(self, hub: Hub, rank: int, members: Sequence[int], name: str = "") -> None:
+        self.rank = rank
+        self.size = len(members)
+        self.device = torch.device("cpu")
+        self._hub = hub
+        self._members = tuple(members)
+        self._name = name
+        self._num_sums = 0
+
+    def start_sum(self, tensor: Tensor) -> Sum:
+        """Hand a copy to every other replica."""
+        own, index = self._members[self.rank], self._num_sums
+        self._num_sums += 1
+        copy = pack(tensor.detach().clone(), "a replica")
+        others = [other for other in self._members if other != own]
+        for other in others:
+            self._hub.put((own, other, f"{self._name} sum", index), copy)
+        keys = {other: (other, own, f"{self._name} sum", index) for other in others}
+        return _ThreadSum(self._hub, tensor, [keys.get(member) for member in self._members])
+
+    def abort(self, reason: str) -> None:
+        """Wake every rank that waits."""
+        self._hub.fail(reason)
+
+
+class _ThreadSum:
+    __slots__ = ("_hub", "_own", "_sources")
+
+    def __init__(self, hub: Hub, own: Tensor, sources: Sequence[Key | None]) -> None:
+        self._hub, self._own, self._sources = hub, own, sources
+
+    def wait(self) -> Tensor:
+        """Block until every replica's part is there, and add them up in new memory."""
+        first, *others = [self._own if key is None else self._hub.take(key).tensors[0] for key in self._sources]
+        total = first.detach().clone()
+        for other in others:
+            total += other
+        return total

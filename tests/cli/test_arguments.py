@@ -27,7 +27,7 @@ from stagewright.schedules import create
         ("show 1f1b --steps 0", "steps is a whole number from 1 up: got 0"),
         ("show 1f1b --format png", "argument --format: invalid choice: 'png'"),
         ("show 1f1b --palette pink", "argument --palette: invalid choice: 'pink'"),
-        ("show 1f1b -o no/such/folder/picture.svg", "No such file or directory: 'no/such/folder/picture.svg'"),
+        ("show 1f1b -o no/such/folder/picture.svg", "cannot write no/such/folder/picture.svg: No such file or directory"),
         ("show 1f1b --micro-batch-size 3", "--micro-batch-size needs --global-batch-size"),
         ("show 1f1b --schedule-module no_such_module", "No module named 'no_such_module'"),
         ("train --schedule 1f2b", "there is no schedule '1f2b'"),
@@ -87,7 +87,8 @@ def test_the_defaults_are_those_of_the_settings() -> None:
 def test_every_flag_reaches_its_setting() -> None:
     flags = (
         "--schedule gpipe --ranks 3 --microbatches 5 --data text --sequence 32 --batch-size 10 --layers 6 --hidden 48 "
-        "--heads 2 --dropout 0.1 --tie --steps 7 --optimizer muon --lr 0.01 --clip 0.5 --accumulate 2 --dtype bfloat16 "
+        "--heads 2 --dropout 0.1 --tie --cut measured --profile gpt.json "
+        "--steps 7 --optimizer muon --lr 0.01 --clip 0.5 --accumulate 2 --dtype bfloat16 "
         "--recompute 3 --seed 3 --sample def class --sample-bytes 9 --temperature 0 --metrics out.jsonl --quiet"
     )
     assert settings(*flags.split()) == TrainSettings(
@@ -100,6 +101,8 @@ def test_every_flag_reaches_its_setting() -> None:
         heads=2,
         dropout=0.1,
         tie=True,
+        cut="measured",
+        profile=Path("gpt.json"),
         steps=7,
         optimizer="muon",
         lr=0.01,
@@ -174,6 +177,29 @@ def test_torchrun_decides_the_number_of_ranks(
     monkeypatch.setenv("RANK", "1")  # one rank speaks for all
     assert main(["train", "--ranks", "2"]) == 2
     assert capsys.readouterr().err == ""
+
+
+def test_torchrun_ranks_are_dealt_to_the_replicas(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    monkeypatch.setenv("RANK", "0")
+    chosen = settings("--dp", "2")
+    assert (chosen.schedule.num_ranks, chosen.dp, chosen.num_ranks, chosen.reporter) == (3, 2, 6, 4)
+    assert settings("--dp", "3", "--ranks", "2").schedule.num_ranks == 2
+    assert main(["train", "--dp", "4"]) == 2
+    assert "got --ranks 1 and --dp 4; give a --dp that divides them" in capsys.readouterr().err
+    assert main(["train", "--dp", "2", "--ranks", "2"]) == 2
+    assert "torchrun has started 6 ranks: got --ranks 2 and --dp 2; leave it out" in capsys.readouterr().err
+
+
+def test_replicas_share_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = settings("--dp", "2", "--batch-size", "16", "--micro-batch-size", "2")
+    assert (chosen.batch_size, chosen.schedule.num_microbatches) == (16, 4)
+    assert main(["train", "--dp", "3", "--batch-size", "16", "--micro-batch-size", "2"]) == 2
+    assert "--batch-size 16 is not a multiple of --dp 3 x --micro-batch-size 2" in capsys.readouterr().err
+    assert main(["train", "--dp", "2", "--batch-size", "6", "--microbatches", "4"]) == 2
+    assert "4 microbatches in each of 2 replicas; use --batch-size 8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["", "show", "train"])

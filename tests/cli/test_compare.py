@@ -133,3 +133,17 @@ class TestTable:
         error = capsys.readouterr().err
         assert error.startswith(f"stagewright compare: {message}")
         assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_a_narrow_terminal_gets_the_columns_that_fit(width: int) -> None:
+    """And is told which do not; a pipe gets them all."""
+    rows, _ = compare(4, 8, None, Costs())
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    left_out = compare_command.print_table(console, rows)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert left_out == list(compare_command.DISPENSABLE[: len(left_out)])
+    assert all(any(line.startswith(f" {name} ") for line in lines) for name in ("1f1b", "2bw", "zbv"))
+    piped = Console(file=io.StringIO(), width=width)
+    assert compare_command.print_table(piped, rows) == []

@@ -220,3 +220,40 @@ def test_a_terminal_gets_colours_in_panels_no_wider_than_it() -> None:
     red, green, blue = palette_of("torch").color("F")
     assert f"48;2;{red};{green};{blue}" in terminal.getvalue()
     assert terminal.getvalue().count("rank 0") > 1
+
+
+def test_one_schedule_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "1f1b", "--schedule", "gpipe"]) == 2
+    assert capsys.readouterr().err == "stagewright show: show draws one schedule: got 1f1b and --schedule gpipe\n"
+    assert main(["show", "--schedule", "gpipe", *SHAPE]) == 0
+    assert capsys.readouterr().out.startswith("gpipe:")
+
+
+def test_a_name_that_says_no_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "x.png"
+    assert main(["show", "-o", str(file)]) == 2
+    assert ".png is none of .trace.json .txt .svg" in capsys.readouterr().err
+    assert not file.exists()
+    assert main(["show", "-o", str(file), "--format", "svg"]) == 0
+    assert file.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize("command", ["show", "compare"])
+def test_a_shape_that_would_fill_the_memory_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--ranks", "100000000"]) == 2
+    assert "computations: take a smaller shape, of at most 4000000" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("command", ["list", "show", "compare"])
+def test_output_that_cannot_be_written_is_one_line(command: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "stagewright.cli", command],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr == f"stagewright {command}: cannot write the output: No space left on device\n"

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from stagewright.cli.corpus import Corpus, load_corpus
-from stagewright.cli.metrics import StepMetrics
-from stagewright.cli.report import Silence
+from stagewright.cli.metrics import Silence, StepMetrics
 from stagewright.cli.settings import TrainSettings
 from stagewright.cli.trainer import learning_rate, train
 from stagewright.engine import RankContext, launch_local
@@ -39,8 +38,8 @@ def in_threads(name: str, num_ranks: int, text: Path, **changes: Any) -> list[fl
     """Train in this process, and return the losses of all updates."""
     schedule = create(name, num_ranks=num_ranks, num_microbatches=4)
     settings = TrainSettings(schedule, data=text, **{**SHAPE, **changes})
-    results = launch_local(partial(losses_of_rank, settings, load_corpus(text)), num_ranks, backend="threads")
-    assert [bool(of_rank) for of_rank in results].count(True) == len(schedule.placement.routes)
+    results = launch_local(partial(losses_of_rank, settings, load_corpus(text)), settings.num_ranks, backend="threads")
+    assert [bool(of_rank) for of_rank in results].count(True) == settings.dp * len(schedule.placement.routes)
     return results[settings.reporter]
 
 
@@ -107,6 +106,16 @@ def test_the_same_seed_gives_the_same_losses_for_every_number_of_ranks_and_chunk
     for name, num_ranks in (("1f1b", 3), ("gpipe", 4), ("interleaved", 2), ("zb-h1", 4)):
         recomputed = in_threads(name, num_ranks, text, dropout=0.2, recompute="full")
         assert recomputed == pytest.approx(alone, abs=5e-5), (name, num_ranks)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "2bw"])
+def test_replicas_on_their_share_of_each_batch_have_the_losses_of_one_pipeline(name: str, text: Path) -> None:
+    """The batch is the same, so are the losses, to four digits; accumulation, ties and clipping make no difference."""
+    options: dict[str, Any] = {"tie": True, "clip": 0.5}
+    if name != "2bw":
+        options["accumulate"] = 2
+    alone = in_threads(name, 2, text, **TINY, **options)
+    assert in_threads(name, 2, text, **TINY, **options, dp=2) == pytest.approx(alone, abs=5e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
@@ -188,6 +197,20 @@ def test_torchrun_starts_the_same_training(text: Path, tmp_path: Path) -> None:
     assert [line.split()[0] for line in done.stdout.splitlines()][:2] == ["schedule", "training"]  # the table alone
     assert done.stdout.count("schedule") == 1  # of one rank
     assert losses(file) == pytest.approx(in_threads("gpipe", 1, text), abs=5e-5)
+
+
+@pytest.mark.slow
+def test_replicas_start_as_processes_of_their_own_or_of_torchrun(text: Path, tmp_path: Path) -> None:
+    """One rank reports for all of them, and the losses are those of one replica."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    alone = in_threads("1f1b", 1, text)
+    for launcher, ranks, words in (([], "2", "2 ranks, 4 microbatches, 2 replicas"), (torchrun, "1", "1 rank, 4")):
+        file = tmp_path / f"{ranks}.jsonl"
+        done = run([*launcher, *command("--data", text, "--metrics", file, "--quiet", "--ranks", ranks, "--dp", "2")])
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("schedule") == 1
+        assert words in done.stdout
+        assert losses(file) == pytest.approx(alone, abs=5e-5)
 
 
 def test_an_asynchronous_schedule_is_as_easy(text: Path, tmp_path: Path) -> None:

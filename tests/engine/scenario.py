@@ -108,6 +108,7 @@ def train_rank(context: RankContext, scenario: Scenario, options: dict[str, Any]
         seed=SEED,
         share_loss=True,
         split_spec=scenario.split_spec,
+        dynamic_shapes=True,
         **options,
     )
     for step in range(scenario.steps):

@@ -101,6 +101,7 @@ def set_rates(context: RankContext, make: Any, rates: Sequence[float]) -> dict[t
         num_microbatches=case.num_microbatches,
         loss_fn=squared_error,
         optimizer=make,
+        dynamic_shapes=True,
         transport=context.transport,
     ) as pipe:
         for rate, batch in zip(rates, case.batches):

@@ -130,6 +130,20 @@ def test_without_a_watcher_a_rank_that_dies_is_named(tmp_path: Path, death: str)
 
 
 @pytest.mark.slow
+def test_who_waits_for_a_rank_that_has_returned_is_told(tmp_path: Path) -> None:
+    script = """
+        from failing import return_early
+        from stagewright.engine import from_environment
+
+        with from_environment() as context:
+            return_early(context)
+    """
+    for _, seen, code in by_hand(write(tmp_path, script), 2):
+        assert "rank 1 has returned while another rank still waits for what it sends" in seen
+        assert code == 1
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(num_cores() < 2, reason="torch takes no more threads than there are cores")
 def test_what_a_user_says_about_threads_counts(tmp_path: Path) -> None:
     script = """

@@ -98,7 +98,8 @@ def train_counting(context: RankContext, schedule: Schedule, build: Build) -> tu
     ) as pipe:
         losses = [pipe.train_step(*batch).item() for batch in BATCHES[:2]]
         named = [name for name, _ in pipe.named_parameters()]
-        assert (pipe.optimizer is None) == (not factory.calls)
+        assert pipe.optimizer is not None
+        assert (pipe.optimizer.param_groups[0]["params"] == []) == (not factory.calls)
         state = pipe.state_dict()
         pipe.load_state_dict(state)
         return factory.calls, named, losses

@@ -21,11 +21,12 @@ from failing import (
     fail_in_user_code,
     many_tensors,
     raise_unpicklable,
+    return_early,
     return_unpicklable,
     tell_what_was_seen,
 )
 
-from stagewright.engine import RankError, launch_local
+from stagewright.engine import PeerError, RankError, launch_local
 from stagewright.engine.context import num_cores
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at /proc for what is left")
@@ -144,6 +145,12 @@ def test_every_other_rank_sees_an_error_that_names_the_failed_rank_and_its_instr
         "ValueError: boom in forward",
         f"PeerError: {told}",
     ]
+
+
+def test_who_waits_for_a_rank_that_has_returned_is_told() -> None:
+    """Once it waited until the group's time-out, half an hour, for a message that nobody would send."""
+    with pytest.raises(PeerError, match="rank 1 has returned while another rank still waits for what it sends"):
+        launch_local(return_early, 3)
 
 
 # Scripts

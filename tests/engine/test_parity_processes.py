@@ -9,7 +9,7 @@ from shapes import rows_of, schedules_of, synchronous_names
 from stagewright.engine import launch_local
 from stagewright.schedules import Schedule
 
-STEPS = 2
+STEPS = 3
 
 
 def assert_train_as_plainly(schedules: Sequence[Schedule]) -> None:

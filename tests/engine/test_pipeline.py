@@ -9,6 +9,7 @@ from modules import Stages
 from plain import Block, make_batch, make_stage, momentum, squared_error
 from shapes import synchronous_names
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 from stagewright.engine import Pipeline, RankContext, launch_local
 from stagewright.schedules import Program, Schedule, ScheduleError, create
@@ -256,8 +257,21 @@ def test_an_update_needs_an_optimizer() -> None:
         assert pipe.forward_backward(*make_batch(3, 0)) is not None
 
 
-def test_an_optimizer_without_parameters_is_no_error() -> None:
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda optimizer: lr_scheduler.StepLR(optimizer, 1),
+        lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 5),
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, float),
+    ],
+)
+def test_an_optimizer_without_parameters_is_no_error(scheduler: Any) -> None:
+    """Nor is a learning rate scheduler, which every rank steps alike."""
     with Pipeline({0: nn.Identity()}, num_microbatches=3, loss_fn=squared_error, optimizer=momentum) as pipe:
-        assert pipe.optimizer is None
-        x, y = make_batch(3, 0)
-        torch.testing.assert_close(pipe.train_step(x, y), squared_error(x, y))
+        rates = scheduler(pipe.optimizer)
+        for step in range(2):
+            x, y = make_batch(3, step)
+            torch.testing.assert_close(pipe.train_step(x, y), squared_error(x, y))
+            rates.step()
+        pipe.load_state_dict(pipe.state_dict())

@@ -15,7 +15,7 @@ from stagewright.engine.randomness import Seeds
 from stagewright.engine.stage import Stage
 from stagewright.engine.value import pack
 from stagewright.models import GPTConfig
-from stagewright.models.gpt import Layer
+from stagewright.models.gpt_layers import Layer
 
 CPU = torch.device("cpu")
 HIDDEN = 64

@@ -1,0 +1,160 @@
+"""Checkpoints of `stagewright train`: when they are written, and with which flags a run may go on from one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from stagewright.cli.corpus import Corpus
+from stagewright.cli.settings import TrainSettings
+from stagewright.engine import Checkpoints, Pipeline, read_part
+
+# What a curve depends on; the schedule, the ranks and the cut are not among it.
+SAME: Final = (
+    "sequence",
+    "batch_size",
+    "accumulate",
+    "seed",
+    "layers",
+    "hidden",
+    "heads",
+    "tie",
+    "optimizer",
+    "dtype",
+)
+_PART: Final = "run"
+
+
+class Run:
+    """Where a run is, and what it is; a part of its checkpoints.
+
+    Args:
+        settings: of the run.
+        fingerprint: of its text.
+    """
+
+    def __init__(self, settings: TrainSettings, fingerprint: str) -> None:
+        self.num_updates = 0
+        self._settings = settings
+        self._fingerprint = fingerprint
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many updates were made, which batch comes next, and all that must be the same where it goes on."""
+        return {
+            "updates": self.num_updates,
+            "batch": self.num_updates * self._settings.accumulate,
+            "text": self._fingerprint,
+            **{name: getattr(self._settings, name) for name in SAME},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there. Raises ValueError where this run is another one, or has nothing left to do."""
+        for name in SAME:
+            now, then = getattr(self._settings, name), state_dict.get(name)
+            if now != then:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"the checkpoint was trained with {flag} {then}: got {flag} {now}")
+        if state_dict.get("text") != self._fingerprint:
+            raise ValueError("the checkpoint was trained on another text: give the same --data")
+        num_updates = state_dict.get("updates")
+        if not isinstance(num_updates, int) or num_updates < 0:
+            raise ValueError(f"the checkpoint does not say how many updates were made: got {num_updates!r}")
+        if num_updates >= self._settings.steps:
+            raise ValueError(
+                f"the checkpoint has {num_updates} of {self._settings.steps} updates behind it: nothing is left to do; "
+                "give more --steps"
+            )
+        self.num_updates = num_updates
+
+
+class Saving:
+    """The checkpoints of one run.
+
+    Args:
+        pipe: what is trained.
+        settings: say when to save.
+        corpus: the text.
+    """
+
+    def __init__(self, pipe: Pipeline, settings: TrainSettings, corpus: Corpus) -> None:
+        self._settings = settings
+        self._run = Run(settings, corpus.fingerprint)
+        folder = settings.save or source_of(settings)
+        self._checkpoints = None
+        if folder is not None:
+            parts = {_PART: self._run}
+            self._checkpoints = Checkpoints(
+                folder, pipe, parts=parts, keep=settings.keep, asynchronous=settings.save_async
+            )
+
+    def resume(self) -> int:
+        """Go on from a checkpoint if one is wanted and there is one, and return how many updates it has behind it."""
+        source = source_of(self._settings)
+        if self._checkpoints is not None and source is not None:
+            self._checkpoints.load(None if self._settings.resume is True else source)
+        return self._run.num_updates
+
+    def step_done(self) -> None:
+        """An update was made: save it if it is its turn. The last one is saved at the very end."""
+        self._run.num_updates += 1
+        every, done = self._settings.save_every, self._run.num_updates
+        if every is not None and done % every == 0 and done < self._settings.steps:
+            self._save()
+
+    def run_done(self) -> None:
+        """Save what has come out, to the disk."""
+        self._save()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+
+    def give_up(self) -> None:
+        """The run has failed: leave undone what goes on in the background."""
+        if self._checkpoints is not None:
+            self._checkpoints.cancel()
+
+    def _save(self) -> None:
+        if self._checkpoints is not None and self._settings.save is not None:
+            self._checkpoints.save(self._run.num_updates)
+
+
+@contextmanager
+def open_saving(pipe: Pipeline, settings: TrainSettings, corpus: Corpus) -> Iterator[Saving]:
+    """The checkpoints of a run, as long as it lasts."""
+    saving = Saving(pipe, settings, corpus)
+    try:
+        yield saving
+        saving.run_done()
+    except BaseException:
+        saving.give_up()
+        raise
+
+
+def source_of(settings: TrainSettings) -> Path | None:
+    """Where to look for a checkpoint to go on from."""
+    return settings.save if settings.resume is True else settings.resume
+
+
+def check_saving(settings: TrainSettings, corpus: Corpus) -> None:
+    """Find out whether a run can be saved and resumed as the settings say. Raises ValueError."""
+    for name, value in (
+        ("save-every", settings.save_every),
+        ("keep", settings.keep),
+        ("save-async", settings.save_async),
+    ):
+        if value and settings.save is None:
+            raise ValueError(f"--{name} says how to save: say where with --save DIR")
+    if settings.resume is True and settings.save is None:
+        raise ValueError("--resume goes on from the folder of --save: give --save DIR, or --resume DIR")
+    if resumed_updates(settings, corpus) is None and settings.resume not in (None, True):
+        raise ValueError(f"there is no checkpoint in {settings.resume} to resume from")
+
+
+def resumed_updates(settings: TrainSettings, corpus: Corpus) -> int | None:
+    """How many updates a run will find made; None where it begins anew. Raises ValueError where it cannot go on."""
+    source = source_of(settings)
+    state = None if source is None else read_part(source, _PART)
+    if state is None:
+        return None
+    run = Run(settings, corpus.fingerprint)
+    run.load_state_dict(state)
+    return run.num_updates

@@ -1,0 +1,63 @@
+"""Locals: what this rank has of a tensor that is spread over several, such as a DTensor; any other one is all here."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def spread_like(parameter: nn.Parameter, part: Tensor) -> Tensor:
+    """A tensor of which this rank has the given part, spread as a parameter is."""
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def settle_gradient(parameter: nn.Parameter) -> None:
+    """Let a gradient be spread as its parameter is: sums that are still to be made are made."""
+    gradient = parameter.grad
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """This rank's part of a parameter's gradient."""
+    settle_gradient(parameter)
+    return None if parameter.grad is None else local_of(parameter.grad)
+
+
+def groups_of(parameter: nn.Parameter) -> Sequence[dist.ProcessGroup]:
+    """The groups of ranks over which a parameter is cut; each has the whole of one that is not."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh = parameter.device_mesh
+    return tuple(
+        mesh.get_group(dimension)
+        for dimension, placement in enumerate(parameter.placements)
+        if not placement.is_replicate()
+    )
+
+
+def add_over(groups: Sequence[dist.ProcessGroup], numbers: Sequence[float], device: torch.device) -> Sequence[float]:
+    """Numbers that each rank has for its part, added up over the ranks of some groups."""
+    if not groups:
+        return numbers
+    total = torch.tensor(numbers, dtype=torch.float64, device=device)
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    added: list[float] = total.tolist()
+    return added
