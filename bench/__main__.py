@@ -6,18 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from stagewright.bench import asynchronous, schedules, split_backward, staleness
+from stagewright.bench import asynchronous, prediction, schedules, split_backward, staleness
 
 BENCHES: Final[Mapping[str, Callable[[Sequence[str]], int]]] = MappingProxyType(
     {
         "schedules": schedules.main,
         "split_backward": split_backward.main,
         "asynchronous": asynchronous.main,
+        "prediction": prediction.main,
         "staleness": staleness.main,
     }
 )
 # Those that train for minutes run only where they are named.
-LONG: Final = ("staleness",)
+LONG: Final = ("prediction", "staleness")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -246,7 +246,8 @@ def _squared_error(output: Tensor, target: Tensor) -> Tensor:
 
 def sleep_stage(seconds: float, num_chunks: int, stage: int) -> nn.Module:
     """A stage whose F, I and W take a rank's so many seconds, asleep."""
-    return HalvedSleepStage(*(3 * [seconds / num_chunks]))
+    share = seconds / num_chunks
+    return HalvedSleepStage(share, share, share)
 
 
 def work_stage(num_chunks: int, stage: int) -> nn.Module:

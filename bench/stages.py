@@ -47,7 +47,7 @@ class HalvedSleepStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Sleep, and let both halves of the backward sleep."""
-        modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, Deferring)]
+        modes = [mode for mode in _modes() if isinstance(mode, Deferring)]
         if modes:
             # As the mode itself does with a linear map; in the place of that its operation is one that sleeps.
             linear = self.linear
@@ -58,6 +58,12 @@ class HalvedSleepStage(nn.Module):
             forward, backward = self.seconds
             output = _Sleep.apply(self.linear(x), forward, backward + self.operation.seconds)  # type: ignore[no-untyped-call]
         return output
+
+
+def _modes() -> list[Any]:
+    """The contexts that see torch's functions now, the innermost last."""
+    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return modes
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ class Batches:
                 raise ValueError(f"the {name} must be at least 1: got {value}")
         if len(data) <= sequence_length:
             raise ValueError(
-                f"{len(data)} bytes of text are too short for a sequence of {sequence_length}: "
+                f"{len(data)} bytes are too short for a sequence of {sequence_length}: "
                 f"one window takes {sequence_length + 1}; give more text or a shorter sequence"
             )
         # The copy is what makes the buffer writable, which torch asks for.

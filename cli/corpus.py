@@ -11,6 +11,8 @@ from pathlib import Path
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 FOREIGN_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 VALIDATION_SHARE = 0.1
+# Of all bytes, what the files that are held out may have.
+LEAST_SHARE, MOST_SHARE = 0.01, 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class Corpus:
 def load_corpus(path: Path | None = None) -> Corpus:
     """Read a file or a folder, or the Python standard library's own sources where no path is given.
 
-    A folder is split by file. A single file is split 90/10 at a line boundary.
+    A folder is split by file. A single file is split 90/10 at a line boundary, and so are files of which those that
+    are held out would have next to none of the text, or next to all.
     Raises ValueError where there is nothing to read, or too little to split.
     """
     if path is None:
@@ -76,6 +79,9 @@ def split_files(root: Path, files: Iterable[Path], name: str) -> Corpus:
     held_out = choose_validation(texts)
     train = [texts[key] for key in sorted(texts) if key not in held_out]
     validation = [texts[key] for key in sorted(held_out)]
+    num_bytes = sum(map(len, texts.values()))
+    if not LEAST_SHARE < sum(map(len, validation)) / num_bytes < MOST_SHARE:  # a few files of very different length
+        return split_one(b"".join(texts[key] for key in sorted(texts)), name=f"{name}: {len(texts)} files as one text")
     description = f"{name}: {len(train)} files to train on, {len(validation)} to validate"
     return Corpus(b"".join(train), b"".join(validation), description)
 

@@ -54,7 +54,8 @@ def coloured(row: tuple[Span, ...], line: str, picture: Picture, palette: Palett
 def style_of(part: Part, picture: Picture, palette: Palette | None) -> Style:
     """Ink and paper of one computation."""
     if palette is None:
-        return Style(color="black", bgcolor=f"bright_{BASIC_HUES[part.kind]}" if part.shade else BASIC_HUES[part.kind])
+        paper = f"bright_{BASIC_HUES[part.kind]}" if part.shade else BASIC_HUES[part.kind]
+        return Style(color="black", bgcolor=paper, underline=bool((part.version or 0) % 2))  # no tints to be had
     color = palette.color_of(part, picture.num_shades)
     return Style(color=hexadecimal(ink_on(color)), bgcolor=hexadecimal(color))
 

@@ -10,6 +10,8 @@ from rich.console import Console
 
 from stagewright.cli import compare_command, explain_command, profile_command, show_command, verify_command
 from stagewright.cli.arguments import build_parser, train_settings
+from stagewright.cli.console import PatientConsole
+from stagewright.cli.entry import EXIT_INTERRUPTED
 from stagewright.cli.launcher import is_first_rank, is_launched
 from stagewright.cli.metrics import MetricsError
 from stagewright.cli.show import list_schedules
@@ -17,7 +19,6 @@ from stagewright.schedules import ScheduleError
 from stagewright.schedules.arguments import import_schedules
 
 EXIT_WRONG_INPUT = 2
-EXIT_INTERRUPTED = 130
 # As a shell reports what SIGPIPE ended.
 EXIT_UNREAD = 141
 
@@ -91,7 +92,7 @@ def run_train(parsed: argparse.Namespace) -> int:
     except ValueError as error:
         return complain("train", error)
     try:
-        train_command.run(settings, corpus, Console())
+        train_command.run(settings, corpus, PatientConsole())
     except ScheduleError as error:
         return complain("train", error)
     except MetricsError as error:

@@ -28,7 +28,9 @@ class Bar(Silence):
 
     def step_done(self, metrics: StepMetrics) -> None:
         """Move the bar."""
-        self.progress.update(self.task, completed=metrics.step, loss=metrics.loss, speed=metrics.tokens_per_second)
+        self.progress.update(
+            self.task, completed=metrics.step, loss=f"{metrics.loss:.4f}", speed=metrics.tokens_per_second
+        )
 
 
 class Lines(Silence):
@@ -121,7 +123,7 @@ def open_report(settings: TrainSettings, console: Console) -> Iterator[Listener]
             listeners.append(TraceFile(settings.trace))
         if not settings.quiet and console.is_terminal:
             progress = stack.enter_context(make_progress(console))
-            listeners.append(Bar(progress, progress.add_task("", total=settings.steps, loss=float("nan"), speed=0.0)))
+            listeners.append(Bar(progress, progress.add_task("", total=settings.steps, loss="…", speed=0.0)))
         elif not settings.quiet:
             listeners.append(Lines(console, settings.steps))
         yield Together(listeners)
@@ -145,7 +147,7 @@ def make_progress(console: Console) -> Progress:
     return Progress(
         TextColumn("step {task.completed}/{task.total}"),
         BarColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}"),
+        TextColumn("loss {task.fields[loss]}"),
         TextColumn("{task.fields[speed]:.0f} tokens/s"),
         TextColumn("to go"),
         TimeRemainingColumn(),

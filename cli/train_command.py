@@ -5,6 +5,7 @@ from functools import partial
 from rich.console import Console
 
 from stagewright.cli.batches import Batches
+from stagewright.cli.console import PatientConsole
 from stagewright.cli.corpus import Corpus, load_corpus
 from stagewright.cli.cutting import check_cut
 from stagewright.cli.launcher import num_started_ranks, own_rank
@@ -47,8 +48,11 @@ def check(settings: TrainSettings) -> Corpus:
     if (started := started_rank()) is not None:
         meeting_point(started)
     corpus = load_corpus(settings.data)
-    for data in (corpus.train, corpus.validation):
-        Batches(data, settings.sequence, settings.batch_size, settings.seed)
+    for name, data in (("to train on", corpus.train), ("to validate on, about a tenth of all,", corpus.validation)):
+        try:
+            Batches(data, settings.sequence, settings.batch_size, settings.seed)
+        except ValueError as error:
+            raise ValueError(f"of the text {name} {error}") from error
     check_saving(settings, corpus)
     return corpus
 
@@ -103,7 +107,7 @@ def train_rank(settings: TrainSettings, context: RankContext) -> TrainResult | N
     corpus = load_corpus(settings.data)
     if context.rank != settings.reporter:
         return train(context, settings, corpus, Silence())
-    with open_report(settings, Console()) as report:
+    with open_report(settings, PatientConsole()) as report:
         return train(context, settings, corpus, report)
 
 

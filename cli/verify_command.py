@@ -84,7 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
     except ScheduleError as error:
         sys.stderr.write(f"{name}: {error}\n")
         if arguments.microbatches is None and error.rule == "gradient missing":
-            sys.stderr.write("where the file holds several batches, say --microbatches: those of one batch\n")
+            sys.stderr.write(
+                "where the file holds several batches, say --microbatches: those of one batch; and --versions and "
+                "--staleness where weights are not the newest ones\n"
+            )
         return EXIT_ILLEGAL
     return 0
 

@@ -66,5 +66,7 @@ def _empty_hop(transport: Transport) -> float:
         start = perf_counter()
         transport.gather(b"")
         rounds.append(perf_counter() - start)
-    of_ranks = transport.gather(struct.pack("<d", median(rounds) / 2))
-    return min(struct.unpack("<d", data)[0] for data in of_ranks)
+    of_ranks: list[float] = [
+        struct.unpack("<d", data)[0] for data in transport.gather(struct.pack("<d", median(rounds) / 2))
+    ]
+    return min(of_ranks)

@@ -1,5 +1,6 @@
 """Checkpoint, export: the weights of a whole model as a plain state dict, from and to pipelines, folders and files."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,11 @@ from torch import Tensor
 from stagewright.engine.checkpoint_files import Files
 from stagewright.engine.checkpoint_index import find
 from stagewright.engine.checkpoint_names import GlobalName, Names
-from stagewright.engine.checkpoint_record import written_stages
+from stagewright.engine.checkpoint_record import first_copies
 from stagewright.engine.checkpoint_restoring import restored_part
 from stagewright.engine.checkpoint_shards import Shard, parts_of, shard_of_bytes, unreadable
 from stagewright.engine.checkpoint_source import Source
 from stagewright.engine.checkpoint_weights import listed
-from stagewright.engine.checkpoint_whole import tell_all
 from stagewright.engine.pipeline import Pipeline
 from stagewright.engine.transport.contract import Session
 
@@ -30,7 +30,7 @@ def full_state_dict(pipe: Pipeline, global_name: GlobalName | None = None) -> di
         global_name: as for ``Checkpoints``.
 
     Returns:
-        On rank 0, by name in the whole model; nothing elsewhere.
+        On rank 0, that of each replica, by name in the whole model; nothing elsewhere.
 
     Raises:
         ValueError: a stage keeps something else than plain tensors, or names are not unique.
@@ -39,11 +39,12 @@ def full_state_dict(pipe: Pipeline, global_name: GlobalName | None = None) -> di
     stages = pipe.state_dict()["stages"]
     own = {
         names.of(stage, name): value
-        for stage in sorted(written_stages(pipe))
+        for stage in sorted(first_copies(pipe))
         for name, value in stages[stage].items()
         if isinstance(value, Tensor)
     }
-    order = [name for of_rank in tell_all(pipe, list(own)) for name in of_rank]
+    of_ranks = pipe._assembly.transport.gather(json.dumps(list(own)).encode())
+    order = [name for data in of_ranks for name in json.loads(data)]
     if len(set(order)) < len(order):
         twice = sorted({name for name in order if order.count(name) > 1})
         raise ValueError(f"ranks both have {listed(twice)}: give global_name=… names that differ in the whole model")

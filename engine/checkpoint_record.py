@@ -85,9 +85,12 @@ def share_of(pipe: Pipeline, names: Names, parts: Mapping[str, Stateful | None])
 
 
 def written_stages(pipe: Pipeline) -> set[int]:
-    """The stages that this rank writes: those of which it has the first copy."""
-    if pipe.replica:
-        return set()
+    """The stages that this rank writes: those of which it has the first copy, in the first replica."""
+    return set() if pipe.replica else first_copies(pipe)
+
+
+def first_copies(pipe: Pipeline) -> set[int]:
+    """The stages of which this rank has the first copy, in its replica."""
     placement = pipe.program.placement
     return {stage for stage in pipe.modules if placement.replicas_of(stage)[0] == pipe.rank}
 

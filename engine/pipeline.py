@@ -102,7 +102,7 @@ class Pipeline(RankView):
     ) -> None:
         connection, group = connect(mesh, transport)
         program, asynchronous = plan_of(schedule, connection.num_ranks, num_microbatches, options)
-        self.num_microbatches = program.num_microbatches
+        self._num_microbatches = program.num_microbatches
         self._placement = program.placement
         self._share_loss = share_loss
         chosen = Options(

@@ -51,6 +51,11 @@ class RankView:
         return self._group.size
 
     @property
+    def num_microbatches(self) -> int:
+        """Microbatches of one batch; another number takes another Pipeline."""
+        return self._num_microbatches
+
+    @property
     def optimizer(self) -> Optimizer | None:
         """The optimizer of this rank's parameters; one without any where it has none, None where the trainer steps."""
         return self._updater.optimizer

@@ -116,6 +116,11 @@ class VersionedWeights:
             for parameter in version.parameters.values():
                 parameter.grad = None
 
+    def frozen_since(self) -> Sequence[str]:
+        """What a trainer has frozen in the module, which holds one version at a time."""
+        parameters = [pair for version in self._versions for pair in version.parameters.items()]
+        return [name for name, parameter in parameters if not parameter.requires_grad]
+
     @property
     def masters(self) -> Mapping[str, tuple[nn.Parameter, nn.Parameter]]:
         """By name, what the newest version computes with, and what the optimizer trains in its place."""

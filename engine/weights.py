@@ -1,6 +1,6 @@
 """Weights: what a stage computes with, in one or several versions, and what the optimizer trains of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
 import torch
@@ -53,6 +53,10 @@ class StageWeights(Protocol):
 
     def clear(self) -> None:
         """Forget the gradients of a batch that has failed, but for those that have been brought."""
+        ...
+
+    def frozen_since(self) -> Sequence[str]:
+        """What was trained when this was built, and is frozen now in some version but not in all that there are."""
         ...
 
     def older_versions(self) -> Mapping[int, Mapping[str, Tensor]]:
@@ -112,6 +116,10 @@ class SingleWeights:
         """Forget those of low-precision parameters, which the next microbatch would find."""
         for parameter, _ in self.masters.values():
             parameter.grad = None
+
+    def frozen_since(self) -> Sequence[str]:
+        """There is one version, which the trainer may freeze at will."""
+        return ()
 
     def older_versions(self) -> Mapping[int, Mapping[str, Tensor]]:
         """There are none."""

@@ -20,6 +20,10 @@ class ChainStage(nn.Module):
         for name, part in parts.items():
             put(self, name, part)
 
+    def global_name(self, name: str) -> str:
+        """What a parameter of this stage is called in the whole model: the same."""
+        return name
+
     def forward(self, value: object) -> object:
         """What crosses from part to part, and so from stage to stage, is the parts' own affair."""
         for name in self.names:

@@ -82,6 +82,10 @@ class HuggingFaceStage(nn.Module):
         self.add_module(base_name, base)
         self.lm_head = head
 
+    def global_name(self, name: str) -> str:
+        """What a parameter of this stage is called in the whole model: the same."""
+        return name
+
     def forward(self, incoming: Crossing, **keywords: Tensor) -> Crossing:
         """Compute the stage's part of one microbatch. Raises `ValueError` for an input that no stage knows."""
         given, extras = opened(incoming)

@@ -27,7 +27,10 @@ from stagewright.schedules import create
         ("show 1f1b --steps 0", "steps is a whole number from 1 up: got 0"),
         ("show 1f1b --format png", "argument --format: invalid choice: 'png'"),
         ("show 1f1b --palette pink", "argument --palette: invalid choice: 'pink'"),
-        ("show 1f1b -o no/such/folder/picture.svg", "cannot write no/such/folder/picture.svg: No such file or directory"),
+        (
+            "show 1f1b -o no/such/folder/picture.svg",
+            "cannot write no/such/folder/picture.svg: No such file or directory",
+        ),
         ("show 1f1b --micro-batch-size 3", "--micro-batch-size needs --global-batch-size"),
         ("show 1f1b --schedule-module no_such_module", "No module named 'no_such_module'"),
         ("train --schedule 1f2b", "there is no schedule '1f2b'"),

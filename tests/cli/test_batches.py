@@ -57,8 +57,8 @@ def test_bytes_above_127_stay_positive() -> None:
 @pytest.mark.parametrize(
     ("data", "sequence_length", "batch_size", "message"),
     [
-        (b"short", 5, 1, "5 bytes of text are too short for a sequence of 5"),
-        (b"", 1, 1, "0 bytes of text are too short"),
+        (b"short", 5, 1, "5 bytes are too short for a sequence of 5"),
+        (b"", 1, 1, "0 bytes are too short"),
         (b"text", 0, 1, "sequence length must be at least 1: got 0"),
         (b"text", 1, -2, "batch size must be at least 1: got -2"),
     ],

@@ -120,3 +120,12 @@ def test_unigram_bits_of_a_known_distribution() -> None:
 def test_unigram_bits_of_uniform_bytes_are_eight() -> None:
     everything = bytes(range(256))
     assert unigram_bits_per_byte(everything * 5, everything) == pytest.approx(8.0, abs=1e-12)
+
+
+def test_a_few_files_of_very_different_length_are_split_as_one_text(tmp_path: Path) -> None:
+    """Else one that has next to nothing, or all the rest, might be what is held out."""
+    long, short = b"a line of text\n" * 1000, b"tiny\n"
+    for names in (("a", "b"), ("b", "a")):
+        corpus = load_corpus(write(tmp_path / names[0], {names[0]: long, names[1]: short}))
+        assert len(corpus.validation) == pytest.approx(0.1 * len(long + short), abs=20)
+        assert sorted((corpus.train + corpus.validation).splitlines()) == sorted((long + short).splitlines())

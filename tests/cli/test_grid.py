@@ -97,3 +97,13 @@ def test_a_grid_wider_than_the_terminal_breaks_between_two_ticks(width: int) -> 
         cells = [panel[rank].removeprefix(f"rank {rank}").split() for panel in panels]
         assert [cell for some in cells for cell in some] == line.removeprefix(f"rank {rank}").split()
         assert len({len(some) for some in cells[:-1]}) <= 1
+
+
+def test_versions_are_told_apart_without_a_palette() -> None:
+    """Where there are no tints, those with an odd number are underlined."""
+    (grid,) = grid_rich(simulate(create("2bw", num_ranks=2, num_microbatches=2).program(3)), versions=True)
+    underlined = {
+        grid.plain[span.start : span.end].strip() for span in grid.spans if getattr(span.style, "underline", 0)
+    }
+    assert {"F4@1", "F5@1"} <= underlined
+    assert all(text.rstrip("-").strip().endswith("@1") for text in underlined)

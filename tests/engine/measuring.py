@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.engine import Pipeline, RankContext
-from stagewright.schedules import Timeline
+from stagewright.schedules import Costs, Timeline
 
 FORWARD_SECONDS = 0.010
 BACKWARD_SECONDS = 0.020
+NUM_MICROBATCHES = 4
 
 
 class Sleep(torch.autograd.Function):
@@ -56,3 +57,18 @@ def measure(context: RankContext, schedule: str, num_microbatches: int) -> Timel
         for _ in range(2):
             pipe.train_step(torch.ones(num_microbatches, 1), torch.ones(num_microbatches, 1))
         return pipe.trace()
+
+
+def measure_steps(context: RankContext, schedule: str, num_steps: int) -> tuple[list[Timeline], Costs]:
+    """The timelines that are kept of some steps, and the costs of the last two."""
+    with Pipeline(
+        SleepStage,
+        schedule=schedule,
+        num_microbatches=NUM_MICROBATCHES,
+        loss_fn=mean_of,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        transport=context.transport,
+    ) as pipe:
+        for _ in range(num_steps):
+            pipe.train_step(torch.ones(NUM_MICROBATCHES, 3), torch.ones(NUM_MICROBATCHES, 3))
+        return pipe.timelines(), pipe.calibrate(2)

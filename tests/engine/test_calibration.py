@@ -1,14 +1,11 @@
 """Calibration: costs from the steps of a run, the same on all ranks; what a hop takes told apart from its bytes."""
 
-from functools import partial
 from math import inf
 
 import pytest
-import torch
 from launching import launch_on
-from measuring import BACKWARD_SECONDS, FORWARD_SECONDS, SleepStage, mean_of
+from measuring import BACKWARD_SECONDS, FORWARD_SECONDS, NUM_MICROBATCHES, measure_steps
 
-from stagewright.engine import Pipeline, RankContext
 from stagewright.engine.calibration import with_bandwidth
 from stagewright.engine.trace import NUM_KEPT
 from stagewright.schedules import Costs, Timeline, simulate
@@ -17,26 +14,10 @@ from stagewright.schedules.drawing.overlay import overlay_html, overlay_svg
 from stagewright.schedules.explanation import explain
 from stagewright.schedules.recording import Recording
 
-NUM_MICROBATCHES = 4
-
-
-def steps(context: RankContext, schedule: str, num_steps: int) -> tuple[list[Timeline], Costs]:
-    with Pipeline(
-        SleepStage,
-        schedule=schedule,
-        num_microbatches=NUM_MICROBATCHES,
-        loss_fn=mean_of,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        transport=context.transport,
-    ) as pipe:
-        for _ in range(num_steps):
-            pipe.train_step(torch.ones(NUM_MICROBATCHES, 3), torch.ones(NUM_MICROBATCHES, 3))
-        return pipe.timelines(), pipe.calibrate(2)
-
 
 @pytest.fixture(scope="module")
 def of_ranks() -> list[tuple[list[Timeline], Costs]]:
-    return launch_on("gloo", steps, 2, ("1f1b", 4))
+    return launch_on("gloo", measure_steps, 2, ("1f1b", 4))
 
 
 @pytest.fixture
@@ -68,7 +49,7 @@ def test_the_first_step_of_all_is_left_out(of_ranks: list[tuple[list[Timeline], 
 
 
 def test_no_more_steps_are_kept_than_a_calibration_needs() -> None:
-    timelines, _ = launch_on("threads", steps, 1, ("gpipe", NUM_KEPT + 2))[0]
+    timelines, _ = launch_on("threads", measure_steps, 1, ("gpipe", NUM_KEPT + 2))[0]
     assert len(timelines) == NUM_KEPT
 
 
@@ -108,7 +89,7 @@ def test_a_measured_timeline_can_be_written_read_and_explained(timeline: Timelin
 
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream", "zbv", "dualpipe"])
 def test_windows_and_pairs_are_explained_too(schedule: str) -> None:
-    timelines, costs = launch_on("threads", steps, 2, (schedule, 3))[0]
+    timelines, costs = launch_on("threads", measure_steps, 2, (schedule, 3))[0]
     explanation = explain(timelines[-1], costs)
     for split in explanation.splits:
         assert split.computing + split.bubble == pytest.approx(split.step)

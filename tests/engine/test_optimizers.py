@@ -88,7 +88,7 @@ def names_of(context: RankContext, schedule: Schedule) -> tuple[list[str], list[
 
 
 def test_names_are_those_in_the_stages() -> None:
-    """For the optimizer, whatever the schedule; where a rank names all that it trains, no two may be called the same."""
+    """For the optimizer, whatever the schedule; where a rank names all that it trains, no two are called the same."""
     plain = [name for name, _ in make_stage(0).named_parameters()]
     names = on_threads(names_of, create("interleaved", num_ranks=2, num_microbatches=4, num_chunks=2))
     for rank, (of_optimizer, of_rank) in enumerate(names):
