@@ -27,7 +27,7 @@ class SleepStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Sleep, and let the backward sleep."""
-        output: Tensor = _Sleep.apply(self.linear(x), *self.seconds)  # type: ignore[no-untyped-call]
+        output: Tensor = Sleep.apply(self.linear(x), *self.seconds)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -53,10 +53,10 @@ class HalvedSleepStage(nn.Module):
             linear = self.linear
             arguments = (self.operation, x, linear.weight, linear.bias, modes[-1]._deferred)
             x = _DeferredOperation.apply(*arguments)  # type: ignore[no-untyped-call]
-            output: Tensor = _Sleep.apply(x, *self.seconds)  # type: ignore[no-untyped-call]
+            output: Tensor = Sleep.apply(x, *self.seconds)  # type: ignore[no-untyped-call]
         else:
             forward, backward = self.seconds
-            output = _Sleep.apply(self.linear(x), forward, backward + self.operation.seconds)  # type: ignore[no-untyped-call]
+            output = Sleep.apply(self.linear(x), forward, backward + self.operation.seconds)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -102,7 +102,9 @@ class WorkStage(nn.Module):
         return x
 
 
-class _Sleep(torch.autograd.Function):
+class Sleep(torch.autograd.Function):
+    """Sleeps as it goes forward and as it comes back, and changes nothing."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
         ctx.seconds = backward_seconds

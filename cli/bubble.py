@@ -1,23 +1,14 @@
 """The bubble of a run, three ways: as theory has it, as simulated, as measured."""
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from statistics import fmean, median
+from statistics import median
 from typing import Final
 
-from stagewright.schedules import Costs, Formula, Schedule, Timeline, simulate
+from stagewright.schedules import Formula, Schedule, Timeline, simulate
+from stagewright.schedules.fitting import mean_costs
 from stagewright.schedules.formula import Measure
-from stagewright.schedules.instructions import (
-    Backward,
-    Forward,
-    InputGradient,
-    Instruction,
-    Overlap,
-    Step,
-    WeightGradient,
-)
 
 _DENOMINATORS: Final[dict[Measure, str]] = {
     "makespan": "idle / (ranks x makespan)",
@@ -80,54 +71,3 @@ def _bubble(formula: Formula | None, measure: Measure, simulated: float, measure
     if formula is None or formula.measure != measure:
         return Bubble(None, None, simulated, measured, _DENOMINATORS[measure])
     return Bubble(formula.fraction, formula.text, simulated, measured, _DENOMINATORS[measure])
-
-
-def mean_costs(timelines: Sequence[Timeline]) -> Costs:
-    """Average the measured durations, stage by stage and kind by kind.
-
-    A kind that some stage never computes on its own, because it is always half of a fused pair there, costs what it
-    does on the average of the other stages.
-    """
-    durations: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for timeline in timelines:
-        for events in timeline.events:
-            for event in events:
-                cost = cost_of(event.instruction)
-                if cost is not None:
-                    name, stage = cost
-                    durations[name][stage].append(event.end - event.start)
-    stages = range(timelines[0].program.num_stages)
-    means: dict[str, tuple[float, ...]] = {}
-    for name, of_stage in durations.items():
-        elsewhere = fmean(map(fmean, of_stage.values()))
-        means[name] = tuple(fmean(of_stage[stage]) if stage in of_stage else elsewhere for stage in stages)
-    return Costs(
-        forward=means.get("forward", 1.0),
-        backward=means.get("backward"),
-        input_gradient=means.get("input_gradient"),
-        weight_gradient=means.get("weight_gradient"),
-        overlapped=means.get("overlapped"),
-        step=means.get("step", 0.0),
-    )
-
-
-def cost_of(instruction: Instruction) -> tuple[str, int] | None:
-    """Name the field of Costs that an instruction's duration belongs to, and the stage; None where it has no cost.
-
-    What goes on while its rank does something else, such as a message or a sum over ranks, has none.
-    """
-    match instruction:
-        case Forward(stage):
-            return "forward", stage
-        case Backward(stage):
-            return "backward", stage
-        case InputGradient(stage):
-            return "input_gradient", stage
-        case WeightGradient(stage):
-            return "weight_gradient", stage
-        case Overlap(forward, _):
-            return "overlapped", forward.stage
-        case Step(stage):
-            return "step", stage
-        case _:
-            return None

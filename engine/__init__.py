@@ -11,7 +11,7 @@ from stagewright.engine.checkpoint_export import (
 )
 from stagewright.engine.context import RankContext, from_environment
 from stagewright.engine.environment import under_launcher, under_torchrun
-from stagewright.engine.errors import PeerError, RankError
+from stagewright.engine.errors import NotFiniteError, PeerError, RankError
 from stagewright.engine.launch import launch_local
 from stagewright.engine.mesh import make_mesh
 from stagewright.engine.pipeline import Pipeline
@@ -22,6 +22,7 @@ __all__ = [
     "DiscrepancyCorrection",
     "ErrorFeedback",
     "LearningRateDiscount",
+    "NotFiniteError",
     "PeerError",
     "PerMicrobatch",
     "Pipeline",

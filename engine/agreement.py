@@ -24,6 +24,9 @@ class Scalars:
         counts: whether the loss comes as (sum, count).
         overflow: whether a gradient is infinite or no number.
         loss_scale: by what the losses were multiplied; 0 where no loss was computed.
+        faulty: the first microbatch whose loss is NaN or infinite, counted from 1; 0 where all are finite, or nobody
+            has looked.
+        replica, step: where and when it was.
     """
 
     count: float = 0.0
@@ -33,6 +36,9 @@ class Scalars:
     counts: bool = False
     overflow: bool = False
     loss_scale: float = 0.0
+    faulty: int = 0
+    replica: int = 0
+    step: int = 0
 
     def norm(self, factor: float) -> float:
         """The norm of e + factor * n."""
@@ -50,6 +56,7 @@ class Agreement:
 
     def __init__(self, transport: Transport, group: Group) -> None:
         self.rank = transport.rank
+        self.replica, self.num_replicas = group.rank, group.size
         self._group = group
         self._transport = transport.host
         ranks = range(transport.num_ranks)
@@ -59,10 +66,10 @@ class Agreement:
         self._transport.open([Channel(*pair, kind) for kind in _KINDS for pair in pairs])
         self._receipts: list[Receipt] = []
 
-    def tell(self, own: Scalars) -> None:
-        """Send this rank's part on its way; a count first becomes that of all replicas."""
-        if own.counts and self._group.size > 1:
-            own = dataclasses.replace(own, count=start_numbers(self._group, [own.count]).wait().item())
+    def tell(self, own: Scalars, *, watched: bool = False) -> None:
+        """Send this rank's part on its way; a count, or a loss that is watched, first becomes that of all replicas."""
+        if self._group.size > 1 and (own.counts or watched):
+            own = self._of_replicas(own)
         self._told = own
         numbers = pack(torch.tensor(dataclasses.astuple(own), dtype=torch.float64), f"rank {self.rank}", "scalars")
         self._receipts = [self._transport.post(Channel(other, self.rank, "scalars"), 0, 0) for other in self._others]
@@ -80,10 +87,15 @@ class Agreement:
             return None
         of_ranks = {self.rank: self._told}
         for other, receipt in zip(self._others, self._receipts):
-            count, earlier, mixed, new, counts, overflow, scale = receipt.wait().tensors[0].tolist()
-            of_ranks[other] = Scalars(count, earlier, mixed, new, bool(counts), bool(overflow), scale)
+            count, earlier, mixed, new, counts, overflow, scale, *where = receipt.wait().tensors[0].tolist()
+            faulty, replica, step = map(int, where)
+            of_ranks[other] = Scalars(
+                count, earlier, mixed, new, bool(counts), bool(overflow), scale, faulty, replica, step
+            )
         self._told = None
         in_order = [of_ranks[rank] for rank in sorted(of_ranks)]
+        faults = [(scalars.replica, scalars.faulty, scalars.step) for scalars in in_order if scalars.faulty]
+        replica, faulty, step = min(faults, default=(0, 0, 0))
         return Scalars(
             sum(scalars.count for scalars in in_order),
             sum(scalars.earlier for scalars in in_order),
@@ -92,7 +104,18 @@ class Agreement:
             any(scalars.counts for scalars in in_order),
             any(scalars.overflow for scalars in in_order),
             max(scalars.loss_scale for scalars in in_order),
+            faulty,
+            replica,
+            step,
         )
+
+    def _of_replicas(self, own: Scalars) -> Scalars:
+        """With the count of all replicas, and the first of them that has a loss which is not finite."""
+        faulty = [0] * self._group.size
+        faulty[self._group.rank] = own.faulty
+        count, *of_replicas = start_numbers(self._group, [own.count, *faulty]).wait().tolist()
+        replica = next((index for index, microbatch in enumerate(of_replicas) if microbatch), 0)
+        return dataclasses.replace(own, count=count, faulty=int(of_replicas[replica]), replica=replica)
 
     def spread(self, own: bytes, sources: Sequence[int], readers: Sequence[int]) -> list[bytes]:
         """Bring what some ranks know to others, in one message each; every rank calls this alike.

@@ -14,7 +14,7 @@ from stagewright.engine.extrapolated import ExtrapolatedWeights
 from stagewright.engine.gradients import Gradients
 from stagewright.engine.locals import local_of
 from stagewright.engine.optimizers import OptimizerFactory
-from stagewright.engine.plan import Recompute, kept_microbatches, splits_backward
+from stagewright.engine.plan import OnNan, Recompute, kept_microbatches, splits_backward
 from stagewright.engine.randomness import Seeds
 from stagewright.engine.reduction import Reduction
 from stagewright.engine.replicas import Replicas, share_values
@@ -49,14 +49,23 @@ class Options:
     autocast: torch.dtype | None = None
     master_weights: bool = False
     loss_scale: float | Literal["dynamic"] | None = None
+    loss_counts: bool = False
     deferred_batch_norm: bool = False
     staleness: Remedy | Sequence[Remedy] = ()
+    on_nan: OnNan | None = None
 
     def __post_init__(self) -> None:
+        if self.on_nan not in (None, "raise", "skip"):
+            raise ValueError(f'on_nan is "raise", "skip" or None: got {self.on_nan!r}')
         if self.max_norm is not None and not self.max_norm >= 0:
             raise ValueError(f"max_norm is a number of 0 or more: got {self.max_norm}")
         if self.autocast not in (None, torch.float16, torch.bfloat16):
             raise ValueError(f"autocast is torch.bfloat16, torch.float16 or None: got {self.autocast!r}")
+
+    @property
+    def scalars(self) -> bool:
+        """Whether an update is known to need values of all ranks."""
+        return self.loss_counts or any(option is not None for option in (self.max_norm, self.loss_scale, self.on_nan))
 
 
 @dataclass(frozen=True)
@@ -152,6 +161,7 @@ def assemble(
         remedies,
         max_norm=options.max_norm,
         loss_scale=LossScale.of(options.loss_scale),
+        on_nan=options.on_nan,
     )
     return Assembly(
         transport,

@@ -5,6 +5,10 @@ class PeerError(RuntimeError):
     """Another rank has failed, so this one cannot go on; the message names that rank and what it was doing."""
 
 
+class NotFiniteError(FloatingPointError):
+    """The loss of a microbatch is NaN or infinite; every rank raises this, and has left its weights as they were."""
+
+
 class RankError(RuntimeError):
     """A rank has died without raising anything, or has raised what could not be brought here as it was."""
 

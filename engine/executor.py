@@ -6,13 +6,14 @@ SEND takes it; ``_backward``, or ``_input_gradient`` and ``_weight_gradient``, d
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import assert_never
 
 import torch
 
 from stagewright.engine.assembly import Assembly
-from stagewright.engine.errors import PeerError
+from stagewright.engine.errors import NotFiniteError, PeerError
 from stagewright.engine.mail import Mail
 from stagewright.engine.recorder import Moment, recorder_of
 from stagewright.engine.run import Run
@@ -105,6 +106,10 @@ class Executor:
         if isinstance(error, PeerError):
             self._tell_failure(str(error))
             return
+        if isinstance(error, NotFiniteError) and not self._goes_on:
+            with suppress(PeerError):
+                self._transport.end()  # every rank raises this here, with all messages taken: nobody need be told
+            return
         later_numbers = self._run.later_microbatches, self._run.later_versions
         at = later(self._stream[index], *later_numbers) if index < len(self._stream) else "the end of the program"
         replica = f" of replica {self._group.rank}" if self._group.size > 1 else ""
@@ -180,7 +185,7 @@ class Executor:
             else:
                 with stage.autocasting():
                     loss, gradient = run.loss.of(of_batch, output)
-                scale = self._updater.scale_of(self._update_of(microbatch), run.loss) if run.train else 1.0
+                scale = self._updater.scale_of(self._update_of(microbatch), run.loss, run.step) if run.train else 1.0
                 stage.end_with(microbatch, loss, gradient * scale)
 
     def _backward(self, stage: Stage, microbatch: int, version: int) -> None:

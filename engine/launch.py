@@ -28,8 +28,8 @@ def launch_local(
         args: further arguments of the function.
 
     Raises:
-        Exception: what the first failing rank raised, with that rank's traceback as its cause; by then no rank runs
-            any more.
+        Exception: what the first failing rank raised, with that rank's traceback behind the launcher's, or, where an
+            error has causes of its own, all of that as its cause; by then no rank runs any more.
         RankError: a rank has died, or raised what cannot be brought here.
         TypeError: the function or its arguments cannot be brought to other processes.
     """

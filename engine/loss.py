@@ -67,6 +67,7 @@ class BatchLoss:
         self._metrics: dict[str, tuple[Tensor, list[Tensor | float]]] = {}
         self._weights: list[float] = []
         self._counts: list[Tensor | float] = []  # tensors as they come: to ask a GPU for a number is to wait for it
+        self._seen: list[tuple[int, Tensor]] = []  # each microbatch with its loss
         self._is_mean = False
         self._wants_gradient = self._has_gradient = False
 
@@ -98,6 +99,7 @@ class BatchLoss:
         loss, count, metrics = _parts(self._function(output, self._targets[microbatch]))
         self._wants_gradient |= any(tensor.requires_grad for tensor in tensors_of(output))
         self._has_gradient |= loss.requires_grad
+        self._seen.append((microbatch, loss.detach()))
         self._check_kind(count)
         if count is None:
             if not self._knows_rows:
@@ -120,6 +122,14 @@ class BatchLoss:
         loss = None if self._loss is None else Sum(self._loss, sum(map(float, weights)))
         metrics = {name: Sum(value, sum(map(float, of))) for name, (value, of) in self._metrics.items()}
         return Means(loss, bool(self._counts), metrics)
+
+    def first_fault(self) -> int | None:
+        """The first microbatch seen here whose loss is NaN or infinite; None where there is none."""
+        if not self._seen:
+            return None
+        finite = torch.stack([torch.isfinite(loss).reshape(()) for _, loss in self._seen]).tolist()
+        faults = [microbatch for (microbatch, _), is_finite in zip(self._seen, finite) if not is_finite]
+        return min(faults, default=None)
 
     def warn_if_detached(self, step: int) -> None:
         """Say so where outputs have a graph and no loss has: a microbatch may lack one, but hardly a whole batch."""

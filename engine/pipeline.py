@@ -15,8 +15,9 @@ from stagewright.engine.loss import BatchLoss, LossFunction
 from stagewright.engine.means import Means, of_all_replicas, together
 from stagewright.engine.mesh import Mesh, connect
 from stagewright.engine.optimizers import OptimizerFactory
-from stagewright.engine.plan import Recompute, plan_of
+from stagewright.engine.plan import OnNan, Recompute, plan_of
 from stagewright.engine.rank_view import RankView
+from stagewright.engine.roll_call import RollCall
 from stagewright.engine.run import Run
 from stagewright.engine.staleness import Remedy
 from stagewright.engine.state import load_state, state_of
@@ -68,6 +69,8 @@ class Pipeline(RankView):
             the microbatch's own mean and variance.
         staleness: remedies for gradients of old weights, such as ``ErrorFeedback()`` (see ``engine.staleness``); where
             a schedule has no such gradients they change nothing.
+        on_nan: when the loss of a microbatch is NaN or infinite, ``"raise"`` a ``NotFiniteError`` on every rank before
+            any weight changes, or ``"skip"`` the update on all, as ``skipped`` then tells; by default nobody looks.
         options: of the schedule.
 
     Raises:
@@ -98,34 +101,37 @@ class Pipeline(RankView):
         loss_counts: bool = False,
         deferred_batch_norm: bool = False,
         staleness: Remedy | Sequence[Remedy] = (),
+        on_nan: OnNan | None = None,
         **options: Any,
     ) -> None:
         connection, group = connect(mesh, transport)
-        program, asynchronous = plan_of(schedule, connection.num_ranks, num_microbatches, options)
+        with RollCall(connection, group) as roll_call:
+            program, asynchronous = plan_of(schedule, connection.num_ranks, num_microbatches, options)
+            chosen = Options(
+                optimizer=optimizer,
+                seed=seed,
+                recompute=recompute,
+                tied=tied,
+                max_norm=max_norm,
+                autocast=autocast,
+                master_weights=master_weights,
+                loss_scale=loss_scale,
+                loss_counts=loss_counts,
+                deferred_batch_norm=deferred_batch_norm,
+                staleness=staleness,
+                on_nan=on_nan,
+            )
+            others = {"share_loss": share_loss, "dynamic_shapes": dynamic_shapes}
+            roll_call.answer(schedule, options, program, asynchronous, chosen, others)
         self._num_microbatches = program.num_microbatches
         self._placement = program.placement
         self._share_loss = share_loss
-        chosen = Options(
-            optimizer=optimizer,
-            seed=seed,
-            recompute=recompute,
-            tied=tied,
-            max_norm=max_norm,
-            autocast=autocast,
-            master_weights=master_weights,
-            loss_scale=loss_scale,
-            deferred_batch_norm=deferred_batch_norm,
-            staleness=staleness,
-        )
         super().__init__(assemble(build_stage, program, connection, group, chosen))
-        scalars = max_norm is not None or loss_scale is not None or loss_counts
         self._training = training_of(
-            program, asynchronous, self._assembly, scalars=scalars, fixed_shapes=not dynamic_shapes
+            program, asynchronous, self._assembly, scalars=chosen.scalars, fixed_shapes=not dynamic_shapes
         )
         self._evaluation = Evaluation(program.placement, self._assembly)
-        self._feed = Feed(
-            self.rank, self._stages, program.num_stages, loss_fn, split_spec or {}, self._training, self._group
-        )
+        self._feed = Feed(self._assembly, program.num_stages, loss_fn, split_spec or {}, self._training)
 
     @property
     def program(self) -> Program:

@@ -9,6 +9,7 @@ from stagewright.schedules.instructions import InputGradient
 from stagewright.schedules.windows import Windows
 
 Recompute: TypeAlias = Literal["off", "full"] | int
+OnNan: TypeAlias = Literal["raise", "skip"]
 
 
 def plan_of(
@@ -63,8 +64,8 @@ def windows_of(
     if (scalars or tied_stages) and not together:
         raise ScheduleError(
             f"{schedule.name} updates each stage by itself after every microbatch, each with another delay: gradient "
-            "norms, loss scales, counts and tied weights, which belong to one update of all stages, need 2bw or a "
-            "synchronous schedule"
+            "norms, loss scales, counts, on_nan and tied weights, which belong to one update of all stages, need 2bw "
+            "or a synchronous schedule"
         )
     return Windows(schedule, tied_stages, scalars, data_parallel)
 

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +16,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
+from tblib import Traceback
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from stagewright.engine.context import context_of, num_cores
@@ -56,7 +58,8 @@ class Failure:
     Args:
         summary: type and message.
         notes: that were added to the error.
-        text: the whole traceback; empty where there is none.
+        text: the whole traceback, with those of its causes; empty where there is none.
+        frames: of the traceback, as plain data, where the error has no causes.
         error: the error itself, pickled; None where that cannot be done.
         is_consequence: whether it is only what a rank sees when another one has failed.
     """
@@ -64,6 +67,7 @@ class Failure:
     summary: str
     notes: tuple[str, ...] = ()
     text: str = ""
+    frames: Mapping[str, Any] | None = None
     error: bytes | None = None
     is_consequence: bool = False
 
@@ -140,9 +144,15 @@ def failure_of(error: BaseException) -> Failure:
         summary=f"{type(error).__name__}: {_message(error)}",
         notes=tuple(str(note) for note in getattr(error, "__notes__", ())),
         text="".join(traceback.format_exception(error)),
+        frames=_frames_of(error),
         error=_pickled(error),
         is_consequence=is_consequence(error),
     )
+
+
+def _frames_of(error: BaseException) -> Mapping[str, Any] | None:
+    has_causes = error.__cause__ is not None or (error.__context__ is not None and not error.__suppress_context__)
+    return None if has_causes else Traceback(error.__traceback__).as_dict()
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -83,6 +83,14 @@ class RankView:
         return self._updater.overflowed
 
     @property
+    def skipped(self) -> bool:
+        """Whether a loss of the last update was NaN or infinite, so that its gradients were dropped on all ranks.
+
+        With ``on_nan="skip"`` only. Without a flush between batches that update may be of an earlier batch.
+        """
+        return self._updater.skipped
+
+    @property
     def loss_scale(self) -> float:
         """By what losses are multiplied now."""
         return self._updater.scale

@@ -88,12 +88,12 @@ class Stage:
         """Refuse to train what was frozen when the pipeline was built: no sum, division or norm knows of it.
 
         Raises:
-            ValueError: such a parameter wants a gradient now; or one of a weight's versions is frozen.
+            ValueError: such a parameter wants a gradient now; or one version of a weight is frozen.
         """
         for name in self.weights.frozen_since():
             raise ValueError(
-                f"{name} of stage {self.index} is frozen now, but only in the version of it that the module happened to "
-                "hold: under an asynchronous schedule freeze before the Pipeline is built"
+                f"{name} of stage {self.index} is frozen now, but only in the version of it that the module happened "
+                "to hold: under an asynchronous schedule freeze before the Pipeline is built"
             )
         for name, parameter in self._frozen:
             if parameter.requires_grad:

@@ -1,5 +1,6 @@
 """Updater: from a rank's complete gradients to its new weights, when the program says so."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -7,11 +8,15 @@ from typing import Any
 from torch.optim import Optimizer
 
 from stagewright.engine.agreement import Agreement, LossScale, Scalars
+from stagewright.engine.errors import NotFiniteError
 from stagewright.engine.gradients import Gradients
 from stagewright.engine.loss import BatchLoss
 from stagewright.engine.optimizers import OptimizerFactory, Plans, make_optimizer
+from stagewright.engine.plan import OnNan
 from stagewright.engine.staleness import Remedies
 from stagewright.engine.weights import StageWeights
+
+logger = logging.getLogger(__name__)
 
 
 class Updater:
@@ -26,6 +31,7 @@ class Updater:
         agreement: takes what all ranks must know to the others.
         max_norm: the norm to which all gradients together are clipped.
         loss_scale: by which losses were multiplied.
+        on_nan: what to do about a loss that is NaN or infinite; nobody looks where left out.
         remedies: against staleness.
     """
 
@@ -39,6 +45,7 @@ class Updater:
         *,
         max_norm: float | None = None,
         loss_scale: LossScale | None = None,
+        on_nan: OnNan | None = None,
     ) -> None:
         named = [named for of_stage in weights.values() for named in of_stage.trained.items()]
         self.optimizer = make_optimizer(factory, named)
@@ -47,6 +54,7 @@ class Updater:
         self.can_step = factory is not None
         self.loss_scale = loss_scale
         self.overflowed = False
+        self.skipped = False
         self.grad_norm: float | None = None
         self.loss_counts: bool | None = None  # unknown until the ranks have agreed once
         self._weights = weights
@@ -54,16 +62,18 @@ class Updater:
         self._agreement = agreement
         self._remedies = remedies
         self._max_norm = max_norm
+        self._on_nan = on_nan
         self._num_due = 0
         self._num_updates = 0
         self._heard: Scalars | None = None
         self._plans = None if self.optimizer is None else Plans(self.optimizer)
-        self._losses: dict[int, tuple[BatchLoss, float]] = {}  # by update, and by what they were multiplied
+        # By update: its losses, by what they were multiplied, and the step that they are of.
+        self._losses: dict[int, tuple[BatchLoss, float, int]] = {}
 
     @property
     def needs_scalars(self) -> bool:
         """Whether an update depends on what no rank knows alone; the first step finds out about the loss."""
-        return self._max_norm is not None or self.loss_scale is not None or self.loss_counts is not False
+        return self._measures or self._on_nan is not None or self.loss_counts is not False
 
     @property
     def _measures(self) -> bool:
@@ -75,9 +85,9 @@ class Updater:
         """By what losses are multiplied before the backward."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
-    def scale_of(self, update: int, loss: BatchLoss) -> float:
+    def scale_of(self, update: int, loss: BatchLoss, step: int) -> float:
         """By what an update's losses are multiplied: all alike, whatever other updates change in between."""
-        return self._losses.setdefault(update, (loss, self.scale))[1]
+        return self._losses.setdefault(update, (loss, self.scale, step))[1]
 
     def plan(self, updates: Iterable[int]) -> None:
         """Note the learning rates and other settings of now for updates that are made later."""
@@ -107,10 +117,14 @@ class Updater:
         if update not in self._losses:  # this rank has computed none
             self._agreement.tell(norms)
             return
-        loss, scale = self._losses[update]
+        loss, scale, step = self._losses[update]
         means = loss.means()
         count = means.weight if means.counts else 0.0
-        self._agreement.tell(replace(norms, count=count, counts=means.counts, loss_scale=scale))
+        own = replace(norms, count=count, counts=means.counts, loss_scale=scale, step=step)
+        fault = loss.first_fault() if self._on_nan is not None else None
+        if fault is not None:
+            own = replace(own, faulty=fault + 1, replica=self._agreement.replica)
+        self._agreement.tell(own, watched=self._on_nan is not None)
 
     def is_due(self, version: int) -> bool:
         """One stage's gradient is complete; once all are, wait for what the update needs of other ranks."""
@@ -137,8 +151,8 @@ class Updater:
         self._gradients.drop()
 
     def _optimize(self, optimizer: Optimizer) -> None:
-        """Clip and step, unless the gradients have overflowed."""
-        if self.overflowed:
+        """Clip and step, unless the gradients have overflowed or belong to a loss that is not finite."""
+        if self.overflowed or self.skipped:
             return
         if self._max_norm is not None and self.grad_norm is not None:
             self._gradients.scale(clip_factor(self.grad_norm, self._max_norm))
@@ -181,8 +195,11 @@ class Updater:
         self._gradients.complete(counted=counted)
 
     def _settle(self) -> None:
-        """Divide the new gradients by all they must be and add the earlier ones; drop the new ones if they overflow."""
+        """Divide the new gradients by all they must be and add the earlier ones; drop the new ones if they overflow, or
+        belong to a loss that is not finite.
+        """
         scalars, self._heard = self._heard, None
+        self.skipped = scalars is not None and self._is_skipped(scalars)
         if scalars is None:
             self._gradients.settle()
             return
@@ -193,10 +210,26 @@ class Updater:
         self.overflowed = scalars.overflow and self.loss_scale is not None
         if self.loss_scale is not None:
             self.loss_scale.update(overflow=self.overflowed)
-        if self.overflowed:
+        if self.overflowed or self.skipped:
             self._gradients.discard()
         else:
             self._gradients.settle(factor)
+
+    def _is_skipped(self, scalars: Scalars) -> bool:
+        """Whether a loss is not finite; every rank hears the same.
+
+        Raises:
+            NotFiniteError: that was not to happen.
+        """
+        if not scalars.faulty:
+            return False
+        replica = f" of replica {scalars.replica}" if self._agreement.num_replicas > 1 else ""
+        fault = f"the loss of microbatch {scalars.faulty - 1}{replica} is NaN or infinite (step {scalars.step})"
+        if self._on_nan == "raise":
+            raise NotFiniteError(f"{fault}; no rank has made this update: on_nan='skip' goes on without it")
+        if self._agreement.rank == 0:
+            logger.warning("%s: no rank makes this update", fault)
+        return True
 
     def state_dict(self) -> dict[str, object]:
         """The optimizer's state, the loss scale, and what the remedies against staleness remember."""

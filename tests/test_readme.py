@@ -65,6 +65,7 @@ def in_threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 
 def test_every_python_block_is_run_by_some_test() -> None:
     run_below = (
+        "x.flip(1)",
         "launch_local(train, num_ranks=4)",
         "add_arguments(parser)",
         "tied=",
@@ -72,6 +73,7 @@ def test_every_python_block_is_run_by_some_test() -> None:
         "from_csv",
         "cut_by_layout(",
         "make_mesh(",
+        "Checkpoints(folder",
     )
     run_with_the_adapter = "forward_backward_func"
     assert sorted(map(the_block, (*run_below, run_with_the_adapter))) == sorted(PYTHON)
@@ -82,6 +84,18 @@ def test_replicas_print_the_loss_of_one_pipeline(in_threads: Callable[..., str])
     assert alone == [None, alone[1]]
     assert together == [None, None, alone[1], alone[1]]
     assert 0 < alone[1] < 0.9
+
+
+def test_a_training_is_resumed_on_other_ranks_with_the_same_loss(in_threads: Callable[..., str]) -> None:
+    whole, resumed = map(ast.literal_eval, in_threads(the_block("Checkpoints(folder")).splitlines())
+    assert whole == (0, resumed[1])
+    assert resumed == (10, whole[1])
+
+
+def test_the_ten_lines_train(in_threads: Callable[..., str]) -> None:
+    loss = re.fullmatch(r"\[None, tensor\((.*)\)\]\n", in_threads(the_block("x.flip(1)")))
+    assert loss is not None
+    assert float(loss[1]) < 0.1  # the targets have a variance of 1
 
 
 def test_the_embedding_example_trains(tmp_path: Path) -> None:

@@ -75,4 +75,4 @@ def measured(ratio: float, case: Case, num_batches: int, num_rounds: int) -> dic
 
 def test_it_runs_with_the_others() -> None:
     assert "asynchronous" in BENCHES
-    assert set(LONG) == {"staleness"} < set(BENCHES)
+    assert set(LONG) == {"prediction", "staleness"} < set(BENCHES)

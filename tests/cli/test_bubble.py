@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from stagewright.cli.bubble import Bubble, MeasuredStep, compare_bubble, mean_costs
+from stagewright.cli.bubble import Bubble, MeasuredStep, compare_bubble
 from stagewright.cli.trainer import measured_steps
 from stagewright.schedules import Costs, Program, Schedule, Timeline, create, simulate
+from stagewright.schedules.fitting import mean_costs
 
 
 def compare(schedule: Schedule, timelines: Sequence[Timeline], seconds: float = 1.0) -> Bubble:

@@ -10,7 +10,7 @@ import torch
 from launching import Kind, launch_on
 from torch import Tensor
 
-from stagewright.engine import Checkpoints, Pipeline, RankContext, make_mesh
+from stagewright.engine import Checkpoints, Pipeline, RankContext, full_state_dict, load_full_state_dict, make_mesh
 from stagewright.models import TIED_WEIGHTS, GPTConfig, build_gpt_stage, token_loss
 from stagewright.schedules import create
 
@@ -141,3 +141,15 @@ def train_on(kind: Kind, shape: Shape, *arguments: Any) -> tuple[list[float], di
     results = launch_on(kind, train, shape.num_ranks * shape.num_replicas, (shape, *arguments))
     assert all(losses == results[0][0] for losses, _ in results)
     return results[0][0], {name: value for _, of_rank in results for name, value in of_rank.items()}
+
+
+def round_trip(context: RankContext, shape: Shape, state: dict[str, Tensor]) -> Any:
+    """A step, other weights in, their loss, weights out, and a step with them."""
+    with make_pipeline(context, shape) as pipe:
+        pipe.train_step(*make_tokens(0))
+        load_full_state_dict(pipe, state)
+        loss = pipe.eval_step(*make_tokens(9))
+        assert loss is not None
+        exported = full_state_dict(pipe)
+        trained = pipe.train_step(*make_tokens(1))
+        return exported, loss.item(), trained

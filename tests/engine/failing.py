@@ -27,6 +27,11 @@ def describe(context: RankContext, tensor: Tensor) -> tuple[int, int, int, int, 
     return context.rank, context.num_ranks, dist.get_rank(), torch.get_num_threads(), tensor.tolist(), rows
 
 
+def variable(context: RankContext, name: str) -> str | None:
+    """A variable of a rank's environment."""
+    return os.environ.get(name)
+
+
 def many_tensors(context: RankContext, count: int) -> list[Tensor]:
     """More tensors than a process may have open files."""
     return [torch.tensor([context.rank, index]) for index in range(count)]

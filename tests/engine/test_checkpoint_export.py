@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointing import Shape, config_of, make_pipeline, make_tokens
+from checkpointing import Shape, config_of, make_pipeline, make_tokens, round_trip
 from launching import Kind, launch_on
 from torch import Tensor
 
@@ -13,7 +13,6 @@ from stagewright.engine import (
     Checkpoints,
     RankContext,
     full_state_dict,
-    load_full_state_dict,
     read_state_dict,
     write_state_dict,
 )
@@ -57,17 +56,6 @@ def test_a_pipeline_gives_the_state_dict_of_the_model_without_stages(shape: Shap
     write_state_dict(tmp_path / "model.safetensors", exported[0])
     again = read_state_dict(tmp_path / "model.safetensors")
     assert all(torch.equal(again[name], value) for name, value in exported[0].items())
-
-
-def round_trip(context: RankContext, shape: Shape, state: dict[str, Tensor]) -> Any:
-    with make_pipeline(context, shape) as pipe:
-        pipe.train_step(*make_tokens(0))
-        load_full_state_dict(pipe, state)
-        loss = pipe.eval_step(*make_tokens(9))
-        assert loss is not None
-        exported = full_state_dict(pipe)
-        trained = pipe.train_step(*make_tokens(1))
-        return exported, loss.item(), trained
 
 
 @pytest.mark.parametrize("kind", ["threads", "gloo"])

@@ -103,6 +103,7 @@ def test_models_of_ours_name_their_parameters_themselves() -> None:
     assert Names({1: stage}).of(1, "1.weight") == "1.weight"
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")  # of torch's own, when it compiles
 def test_names_are_those_of_before_compiling() -> None:
     part = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 2)))
     assert Names({3: part}).of(3, "1._orig_mod.weight") == "stage3.1.weight"

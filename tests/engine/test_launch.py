@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -24,6 +25,7 @@ from failing import (
     return_early,
     return_unpicklable,
     tell_what_was_seen,
+    variable,
 )
 
 from stagewright.engine import PeerError, RankError, launch_local
@@ -50,9 +52,11 @@ def nothing_is_left() -> Iterator[None]:
     assert sockets_left <= sockets
 
 
-def causes_of(error: BaseException) -> str:
-    """What a user reads above the error: the traceback of the rank."""
-    return str(error.__cause__)
+def read_above(error: BaseException) -> str:
+    """What a user reads above the error: one traceback, from the launcher's call to the line in the rank."""
+    text = "".join(traceback.format_exception(error))
+    assert text.count("Traceback (most recent call last)") == 1
+    return text
 
 
 # Results
@@ -69,6 +73,22 @@ def test_every_rank_is_a_process_with_its_share_and_its_own_arguments() -> None:
 def test_a_single_rank_and_more_tensors_than_open_files() -> None:
     (tensors,) = launch_local(many_tensors, 1, args=(3000,))
     assert [tensor.tolist() for tensor in tensors] == [[0, index] for index in range(3000)]
+
+
+@pytest.mark.parametrize(
+    ("given", "found"), [({}, "1000"), pytest.param({"OMP_WAIT_POLICY": "ACTIVE"}, None, marks=pytest.mark.slow)]
+)
+def test_threads_of_ranks_soon_leave_their_cores_to_others_unless_told_how_to_wait(
+    given: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left to themselves they spin, and a rank of several threads crawls on a machine with other work to do."""
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    assert launch_local(variable, 1, args=("GOMP_SPINCOUNT",)) == [found]
+    assert dict(os.environ) == before, "the launcher's own is as it was"
 
 
 @pytest.mark.parametrize("num_ranks", [0, -1])
@@ -90,8 +110,7 @@ def test_an_error_in_a_step_is_raised_with_its_type_place_and_traceback(where: s
     with pytest.raises(ValueError, match=f"^boom in {where}") as caught:
         launch_local(fail_in_step, 2, args=(where,))
     assert caught.value.__notes__ == [f"rank 1 failed at {instruction} (step 1)"]
-    assert causes_of(caught.value).startswith("in rank 1:")
-    assert f'raise ValueError("boom in {where}")' in causes_of(caught.value)
+    assert f'raise ValueError("boom in {where}")' in read_above(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +140,8 @@ def test_an_error_is_raised_and_not_what_others_suffer_from_it() -> None:
 def test_an_error_that_cannot_be_pickled_is_told() -> None:
     with pytest.raises(RankError, match="^HasLock: boom with a lock") as caught:
         launch_local(raise_unpicklable, 1)
-    assert caught.value.__notes__ == ["a note"]
-    assert "raise error" in causes_of(caught.value)
+    assert caught.value.__notes__ == ["a note", "in rank 0"]
+    assert "raise error" in read_above(caught.value)
 
 
 def test_a_result_that_cannot_be_pickled_is_named() -> None:
