@@ -208,7 +208,7 @@ class TorchHalvedSleepStage(nn.Module):
         sleep: Any = Sleep.apply
         weight = sleep(self.linear.weight, 0.0, self.weight_seconds)
         output: Tensor = sleep(functional.linear(x, weight, self.linear.bias), *self.seconds)
-        return output
+        return output.clone()  # torch detaches in place what a stage returns, which no view allows
 
 
 def section_of(outcomes: Sequence[Outcome]) -> Section:

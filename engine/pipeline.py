@@ -121,8 +121,7 @@ class Pipeline(RankView):
                 staleness=staleness,
                 on_nan=on_nan,
             )
-            others = {"share_loss": share_loss, "dynamic_shapes": dynamic_shapes}
-            roll_call.answer(schedule, options, program, asynchronous, chosen, others)
+            roll_call.answer(schedule, options, program, asynchronous, chosen, share_loss, dynamic_shapes)
         self._num_microbatches = program.num_microbatches
         self._placement = program.placement
         self._share_loss = share_loss

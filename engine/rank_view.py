@@ -20,6 +20,8 @@ class RankView:
         assembly: all of them.
     """
 
+    _num_microbatches: int
+
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
         self._transport = assembly.transport

@@ -61,7 +61,8 @@ class RollCall:
         program: Program,
         rule: object,
         options: Options,
-        others: Mapping[str, object],
+        share_loss: bool,
+        dynamic_shapes: bool,
     ) -> None:
         """Say what this rank is about to run.
 
@@ -69,10 +70,10 @@ class RollCall:
             schedule, keywords: what was asked for.
             program: what came of it.
             rule: by which it goes on from batch to batch, if it does.
-            options: of the rank.
-            others: further arguments that must be the same on all ranks.
+            options, share_loss, dynamic_shapes: as ``Pipeline`` was given them.
         """
-        own = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in _OWN}
+        chosen = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in _OWN}
+        chosen |= {"share_loss": share_loss, "dynamic_shapes": dynamic_shapes}
         self._csv = program.to_csv()
         placement = program.placement
         self._answer = Answer(
@@ -86,7 +87,7 @@ class RollCall:
                 "placement": _digest(repr((placement.routes, placement.assignment))),
                 "program": _digest(self._csv + repr(rule)),
                 "version of torch": torch.__version__.partition("+")[0],
-                **{name: _in_words(value) for name, value in {**own, **others}.items()},
+                **{name: _in_words(value) for name, value in chosen.items()},
             }
         )
 
@@ -178,6 +179,8 @@ def _first_difference(programs: Mapping[str, str]) -> str:
 
 def _listed(ranks: Sequence[str]) -> str:
     *some, last = ranks
+    if some and all(rank.removeprefix("rank ").isdecimal() for rank in ranks):
+        return f"ranks {', '.join(rank.removeprefix('rank ') for rank in some)} and {last.removeprefix('rank ')}"
     return f"{', '.join(some)} and {last}" if some else last
 
 

@@ -15,7 +15,7 @@ OURS = {
     "cli": {"schedules", "engine", "models", "cli"},
     "bench": {"schedules", "engine", "models", "cli", "bench"},
 }
-OTHERS = {"schedules": set(), "models": {"torch", "einops", "transformers"}, "engine": {"torch"}}
+OTHERS = {"schedules": set(), "models": {"torch", "einops", "transformers"}, "engine": {"torch", "tblib"}}
 FILES = [file for package in OURS for file in sorted((ROOT / package).rglob("*.py"))]
 
 

@@ -1,0 +1,265 @@
+"""Whether a run stashes what was predicted: entries and bytes by schedule, receive buffers, and many steps in a row.
+
+`python -m stagewright.bench.memory`. Between all instructions of a step it is looked at how many stash entries a rank
+holds, how many bytes its tensors take by torch's own count, and how many receives are posted. The prediction is the
+simulation's, with the bytes that F, I and W of a single microbatch take or give back on a stage outside any pipeline.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from resource import getpagesize
+from typing import Final
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from stagewright.bench.bubble import schedules_of
+from stagewright.bench.peers import squared_error
+from stagewright.bench.report import Section, marked, print_section
+from stagewright.engine import Pipeline, RankContext, launch_local
+from stagewright.engine.channels import channels_of
+from stagewright.engine.executor import Action
+from stagewright.engine.randomness import Seeds
+from stagewright.engine.stage import Stage
+from stagewright.engine.value import pack
+from stagewright.schedules import Costs, Schedule, create, simulate
+
+# How far bytes may be from the prediction.
+MOST_ERROR: Final = 0.02
+NUM_STEPS: Final = 200
+# By how much the memory of a process may grow in so many steps once buffers have their sizes.
+MOST_GROWTH: Final = 2**20
+
+_ROWS, _WIDTH, _REPEATS = 256, 2, 256  # of a microbatch; what is kept is large against what crosses
+_NUM_DROPPED: Final = 20
+_AFTER: Final = "after an instruction"
+
+
+class KeepingStage(nn.Module):
+    """Keeps much for its backward and passes little on: some elementwise maps, and a linear one that is small."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, width] to the same."""
+        wide = x.repeat(1, _REPEATS).sin().tanh().exp()
+        return self.linear(wide.view(-1, _WIDTH)).view(-1, _REPEATS, _WIDTH).mean(1)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The most that one rank held after any instruction.
+
+    Args:
+        entries: of its stash.
+        num_bytes: of its tensors, beyond those that it had before the step.
+        receives: posted and not yet consumed.
+        allowed: how many of these its channels may have.
+    """
+
+    entries: int
+    num_bytes: int
+    receives: int
+    allowed: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One schedule: what was predicted, and what each rank has seen."""
+
+    schedule: Schedule
+    entries: Sequence[int]
+    num_bytes: Sequence[float]
+    seen: Sequence[Seen]
+
+    @property
+    def error(self) -> float:
+        """Of the bytes, on the rank where it is largest."""
+        errors = [seen.num_bytes / predicted - 1 for seen, predicted in zip(self.seen, self.num_bytes)]
+        return max(errors, key=abs)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print the table; the exit code is 1 where a bar is missed."""
+    parser = argparse.ArgumentParser(prog="python -m stagewright.bench.memory", description=__doc__)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of these schedules alone (default all there are)")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, metavar="N", help=f"in a row (default {NUM_STEPS})")
+    parsed = parser.parse_args(arguments)
+    section = measure(parsed.only, parsed.steps)
+    print_section(section, Console())
+    return int(section.misses > 0)
+
+
+def measure(
+    only: Sequence[str] | None = None,
+    num_steps: int = NUM_STEPS,
+    track: Callable[[Sequence[Schedule]], Iterable[Schedule]] = iter,
+) -> Section:
+    """Measure every synchronous schedule that the engine runs in the shape of the bubbles, or those named."""
+    schedules = [schedule for schedule in schedules_of(only) if schedule.synchronous]
+    costs = {splits: costs_of_one(splits) for splits in (False, True)}
+    outcomes = [outcome_of(schedule, costs) for schedule in track(schedules)]
+    return section_of(outcomes, growth_of(num_steps) if num_steps else None)
+
+
+def costs_of_one(splits: bool) -> Costs:
+    """The bytes that a microbatch keeps on a stage: what I gives back, and what W does."""
+    stage = Stage(1, KeepingStage(1), Seeds(0, torch.device("cpu")), splits_backward=splits)
+    x, dy = torch.randn(2, _ROWS, _WIDTH)
+
+    def forward() -> None:
+        packed = pack(x.detach().requires_grad_(), "the bench")
+        stage.hand_on(0, stage.forward(0, (0, 0), packed, {}, 0))
+
+    def input_gradient() -> None:
+        stage.input_gradient(0, [dy])
+
+    for action in (forward, input_gradient, partial(stage.weight_gradient, 0)):
+        action()  # once before, for the gradients of the weights come into being
+    levels = levels_of([forward, input_gradient, partial(stage.weight_gradient, 0)])
+    return Costs(activation_bytes=levels[0] - levels[1], weight_bytes=levels[1] - levels[2])
+
+
+def levels_of(actions: Sequence[Action], look: Action | None = None) -> list[int]:
+    """The bytes that this thread's tensors take after each action, beyond those from before the first."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for action in actions:
+            action()
+            if look is not None:
+                look()
+            with record_function(_AFTER):
+                pass
+    assert profiler.profiler is not None, "it has run"
+    kineto = profiler.profiler.kineto_results
+    assert kineto is not None, "it has run"
+    level, levels = 0, []
+    for event in sorted(kineto.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            level += event.nbytes()
+        elif event.name() == _AFTER:
+            levels.append(level)
+    return levels
+
+
+def outcome_of(schedule: Schedule, costs: dict[bool, Costs]) -> Outcome:
+    """Measure one schedule."""
+    program = schedule.program()
+    splits = any("W" in str(instruction).split("_")[0] for stream in program.streams for instruction in stream)
+    timeline = simulate(program, costs[splits])
+    seen = launch_local(_rank, schedule.num_ranks, args=(schedule,))
+    return Outcome(schedule, timeline.peak_stash, timeline.peak_bytes, seen)
+
+
+class _Watched:
+    """Looks at a pipeline's stash and its posted receives after every instruction."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self._pipe = pipe
+        self.entries = self.receives = 0
+
+    def look(self) -> None:
+        """Note what is held now."""
+        stages, lines = self._pipe._stages.values(), self._pipe._transport._lines.values()  # type: ignore[attr-defined]
+        held = sum(len(stage.stash) + len(stage._pending) for stage in stages)
+        posted = sum(len(line.awaited) for line in lines if line.channel.kind in ("activation", "gradient"))
+        self.entries, self.receives = max(self.entries, held), max(self.receives, posted)
+
+
+def _rank(context: RankContext, schedule: Schedule) -> Seen:
+    """One rank: the most that it holds in a step."""
+    pipe = _pipeline(context, schedule)
+    x, y = torch.randn(2, schedule.num_microbatches * _ROWS, _WIDTH)
+    for _ in range(2):
+        pipe.forward_backward(x, y)
+    watched = _Watched(pipe)
+    (executor,) = pipe._training._executors.values()  # type: ignore[attr-defined]
+    levels: list[int] = []
+    actions = executor._actions
+    executor._actions = (partial(_run_watched, actions, watched, levels),)
+    executor._stream = executor._stream[:1]
+    pipe.forward_backward(x, y)
+    channels = channels_of(executor.program).values()
+    allowed = sum(channel.depth for channel in channels if channel.destination == context.rank)
+    return Seen(watched.entries, max(levels), watched.receives, allowed)
+
+
+def _run_watched(actions: Sequence[Action], watched: _Watched, levels: list[int]) -> None:
+    """All instructions of a step."""
+    levels += levels_of(actions, watched.look)
+
+
+def _pipeline(context: RankContext, schedule: Schedule) -> Pipeline:
+    torch.set_num_threads(1)
+    return Pipeline(
+        KeepingStage,
+        schedule=schedule,
+        loss_fn=squared_error,
+        optimizer=partial(torch.optim.SGD, lr=1e-3),
+        transport=context.transport,
+    )
+
+
+def growth_of(num_steps: int) -> int:
+    """By how many bytes the process of a rank grows, at most, in so many steps of 1f1b."""
+    grown: list[int] = launch_local(_grow, 2, args=(num_steps,))
+    return max(grown)
+
+
+def _grow(context: RankContext, num_steps: int) -> int:
+    pipe = _pipeline(context, create("1f1b", num_ranks=2, num_microbatches=8))
+    x, y = torch.randn(2, 8 * _ROWS, _WIDTH)
+    for _ in range(_NUM_DROPPED):
+        pipe.train_step(x, y)
+    before = resident_bytes()
+    for _ in range(num_steps):
+        pipe.train_step(x, y)
+    return resident_bytes() - before
+
+
+def resident_bytes() -> int:
+    """What this process holds of the machine's memory; Linux alone tells."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * getpagesize()
+
+
+def section_of(outcomes: Sequence[Outcome], growth: int | None) -> Section:
+    """The table."""
+    rows = tuple(map(_row_of, outcomes))
+    grown = "not measured" if growth is None else marked(f"{growth / 2**20:.2f} MiB", growth <= MOST_GROWTH)
+    return Section(
+        name="memory",
+        title="the most a rank stashes, by what was predicted: P=4, M=8",
+        columns=("schedule", "entries", "predicted", "MiB", "predicted", "error of bytes", "receives", "at most"),
+        rows=(*rows, ("many steps in a row", "", "", grown, "", "", "", "")),
+        note="Entries, bytes and receives posted after any instruction of a step; entries rank by rank, bytes and "
+        f"receives of the rank that has most. Bar: equal entries, bytes within {MOST_ERROR:.0%} on every rank, no more "
+        "receives than the channels' depths. The last line: by how much the process of a rank grows in "
+        f"{NUM_STEPS} steps of 1f1b (bar: {MOST_GROWTH / 2**20:g} MiB).",
+    )
+
+
+def _row_of(outcome: Outcome) -> tuple[str, ...]:
+    entries = [seen.entries for seen in outcome.seen]
+    fullest = max(outcome.seen, key=lambda seen: seen.receives)
+    bounded = all(seen.receives <= seen.allowed for seen in outcome.seen)
+    return (
+        outcome.schedule.name,
+        marked(" ".join(map(str, entries)), entries == list(outcome.entries)),
+        " ".join(map(str, outcome.entries)),
+        f"{max(seen.num_bytes for seen in outcome.seen) / 2**20:.2f}",
+        f"{max(outcome.num_bytes) / 2**20:.2f}",
+        marked(f"{outcome.error:+.1%}", abs(outcome.error) <= MOST_ERROR),
+        marked(str(fullest.receives), bounded),
+        str(fullest.allowed),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
