@@ -194,7 +194,7 @@ def test_torchrun_starts_the_same_training(text: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     done = run([*torchrun, *command("--data", text, "--metrics", file, "--quiet", "--schedule", "gpipe")])
     assert done.returncode == 0, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()][:2] == ["schedule", "training"]  # the table alone
+    assert [line.split()[0] for line in done.stdout.splitlines()][:2] == ["schedule", "cut"]  # the table alone
     assert done.stdout.count("schedule") == 1  # of one rank
     assert losses(file) == pytest.approx(in_threads("gpipe", 1, text), abs=5e-5)
 

@@ -157,6 +157,7 @@ def test_data_that_ends_on_one_rank_first_ends_all(schedule: str, short: int) ->
         assert text == "2 steps" if rank == short else "has returned while another rank still waits" in text
 
 
+@pytest.mark.slow
 def test_data_that_ends_on_one_process_first_ends_all() -> None:
     said = launch_local(train_to_the_end_of_the_data, 3, args=("1f1b", 1))
     assert said[1] == "2 steps"
