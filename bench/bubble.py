@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional
@@ -31,6 +32,7 @@ from stagewright.schedules import Costs, Schedule, ScheduleError, find, names, s
 
 NUM_RANKS: Final = 4
 NUM_MICROBATCHES: Final = 8
+NUM_STEPS: Final = 9  # of each way
 # A rank's F, and its I and W, which make up B, in seconds.
 SECONDS: Final = 0.010
 COSTS: Final = Costs(forward=SECONDS, backward=2 * SECONDS, input_gradient=SECONDS, weight_gradient=SECONDS)
@@ -41,6 +43,7 @@ MOST_OVER_HAND: Final = 0.01
 
 _WIDTH: Final = 8
 _STEADY_BATCHES: Final = 6
+_NUM_TOGETHER: Final = 6
 _SPLIT: Final = ("interleaved-zb", "zbv", "dualpipev")  # of torch's, those whose backward comes in two halves
 
 
@@ -93,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the table; the exit code is 1 where a bar is missed."""
     parser = argparse.ArgumentParser(prog="python -m stagewright.bench.bubble", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of these schedules alone (default all there are)")
-    parser.add_argument("--steps", type=int, default=9, metavar="N", help="of each way (default 9)")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, metavar="N", help="of each way (default %(default)s)")
     parsed = parser.parse_args(arguments)
     section = measure(parsed.only, parsed.steps)
     print_section(section, Console())
@@ -102,17 +105,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(
     only: Sequence[str] | None = None,
-    num_steps: int = 9,
-    track: Callable[[Sequence[Schedule]], Iterable[Schedule]] = iter,
+    num_steps: int = NUM_STEPS,
+    track: Callable[[Sequence[Sequence[Schedule]]], Iterable[Sequence[Schedule]]] = iter,
 ) -> Section:
     """Measure every schedule that the engine runs in this shape, or those named.
 
     Args:
         only: names.
         num_steps: of each way.
-        track: passes the schedules on one by one, and may show how far it is.
+        track: passes the schedules on, some at a time, and may show how far it is.
     """
-    return section_of([outcome_of(schedule, num_steps) for schedule in track(schedules_of(only))])
+    some = in_some(schedules_of(only))
+    return section_of([outcome for schedules in track(some) for outcome in outcomes_of(schedules, num_steps)])
+
+
+def in_some(schedules: Sequence[Schedule]) -> list[Sequence[Schedule]]:
+    """Those that are measured in the same processes, since it takes seconds to start some."""
+    return [schedules[first : first + _NUM_TOGETHER] for first in range(0, len(schedules), _NUM_TOGETHER)]
 
 
 def schedules_of(only: Sequence[str] | None) -> list[Schedule]:
@@ -128,9 +137,13 @@ def schedules_of(only: Sequence[str] | None) -> list[Schedule]:
     return made
 
 
-def outcome_of(schedule: Schedule, num_steps: int) -> Outcome:
-    """Measure one schedule."""
-    of_ranks = launch_local(_rank, schedule.num_ranks, args=(schedule, num_steps))
+def outcomes_of(schedules: Sequence[Schedule], num_steps: int) -> list[Outcome]:
+    """Measure some schedules in the same processes."""
+    of_ranks = launch_local(_rank, NUM_RANKS, args=(schedules, num_steps))
+    return [_outcome_of(*measured) for measured in zip(schedules, zip(*of_ranks))]
+
+
+def _outcome_of(schedule: Schedule, of_ranks: Sequence[Mapping[str, Sequence[Turn]]]) -> Outcome:
     costs = COSTS.scaled(share_of(schedule))
     if schedule.synchronous:
         rounds = together(of_ranks)
@@ -139,10 +152,17 @@ def outcome_of(schedule: Schedule, num_steps: int) -> Outcome:
     return Outcome(schedule, costs, {"ours": steps_of(ticks, synchronous=False)})
 
 
-def _rank(context: RankContext, schedule: Schedule, num_steps: int) -> dict[str, list[Turn]]:
-    """One rank: when each of its steps began and ended, by way."""
+def _rank(context: RankContext, schedules: Sequence[Schedule], num_steps: int) -> list[dict[str, list[Turn]]]:
+    """One rank: of each schedule when its steps began and ended, by way."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    group = make_group()
+    return [_turns_of(context, schedule, num_steps, group) for schedule in schedules]
+
+
+def _turns_of(
+    context: RankContext, schedule: Schedule, num_steps: int, group: dist.ProcessGroup
+) -> dict[str, list[Turn]]:
     x, y = torch.randn(2, NUM_MICROBATCHES, _WIDTH)
     pipe = Pipeline(
         partial(our_stage, share_of(schedule)),
@@ -155,10 +175,10 @@ def _rank(context: RankContext, schedule: Schedule, num_steps: int) -> dict[str,
         return {"ours": _follow_each_other(pipe, x, y, num_steps)}
     ways: dict[str, Callable[[], object]] = {"ours": partial(pipe.train_step, x, y)}
     if schedule.name in TORCH_SCHEDULES:
-        ways["torch"] = partial(_torch_peer(context, schedule).step, x, y)
+        ways["torch"] = partial(_torch_peer(context, schedule, group).step, x, y)
     if schedule.name == "1f1b":
         module = our_stage(1.0, context.rank)
-        loop = OneForwardOneBackwardLoop(context, module, NUM_MICROBATCHES, squared_error, make_group())
+        loop = OneForwardOneBackwardLoop(context, module, NUM_MICROBATCHES, squared_error, group)
         ways["by hand"] = partial(loop.step, x, y)
     return take_turns(context, ways, num_steps, num_dropped=2)
 
@@ -174,14 +194,14 @@ def _follow_each_other(pipe: Pipeline, x: Tensor, y: Tensor, num_steps: int) -> 
     return turns[NUM_RANKS:]
 
 
-def _torch_peer(context: RankContext, schedule: Schedule) -> TorchPeer:
+def _torch_peer(context: RankContext, schedule: Schedule, group: dist.ProcessGroup) -> TorchPeer:
     stage = TorchHalvedSleepStage if schedule.name in _SPLIT else HalvedSleepStage
     share = SECONDS * share_of(schedule)
     modules: dict[int, nn.Module] = {
         index: stage(share, share, share) for index in schedule.placement.stages_of(context.rank)
     }
     shape = (schedule.placement.num_stages, NUM_MICROBATCHES)
-    return TorchPeer(schedule.name, modules, *shape, squared_error, make_group())
+    return TorchPeer(schedule.name, modules, *shape, squared_error, group)
 
 
 def our_stage(share: float, stage: int) -> nn.Module:

@@ -1,25 +1,24 @@
 """Whether a run stashes what was predicted: entries and bytes by schedule, receive buffers, and many steps in a row.
 
 `python -m stagewright.bench.memory`. Between all instructions of a step it is looked at how many stash entries a rank
-holds, how many bytes its tensors take by torch's own count, and how many receives are posted. The prediction is the
-simulation's, with the bytes that F, I and W of a single microbatch take or give back on a stage outside any pipeline.
+holds, how many bytes are allocated, and how many receives are posted. The prediction is the simulation's, with the
+bytes that F, I and W of a single microbatch take or give back on a stage outside any pipeline.
 """
 
 import argparse
+import ctypes
+import gc
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from resource import getpagesize
 from typing import Final
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
 
-from stagewright.bench.bubble import schedules_of
+from stagewright.bench.bubble import in_some, schedules_of
 from stagewright.bench.peers import squared_error
 from stagewright.bench.report import Section, marked, print_section
 from stagewright.engine import Pipeline, RankContext, launch_local
@@ -28,17 +27,17 @@ from stagewright.engine.executor import Action
 from stagewright.engine.randomness import Seeds
 from stagewright.engine.stage import Stage
 from stagewright.engine.value import pack
-from stagewright.schedules import Costs, Schedule, create, simulate
+from stagewright.schedules import Costs, Program, Schedule, create, simulate
+from stagewright.schedules.instructions import WeightGradient
 
 # How far bytes may be from the prediction.
 MOST_ERROR: Final = 0.02
 NUM_STEPS: Final = 200
-# By how much the memory of a process may grow in so many steps once buffers have their sizes.
-MOST_GROWTH: Final = 2**20
+# By how many bytes what a process has allocated may grow in so many steps once buffers have their sizes.
+MOST_GROWTH: Final = 2**16
 
 _ROWS, _WIDTH, _REPEATS = 256, 2, 256  # of a microbatch; what is kept is large against what crosses
 _NUM_DROPPED: Final = 20
-_AFTER: Final = "after an instruction"
 
 
 class KeepingStage(nn.Module):
@@ -46,11 +45,12 @@ class KeepingStage(nn.Module):
 
     def __init__(self, stage: int) -> None:
         super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))  # so that the first stage, too, goes backward through all of it
         self.linear = nn.Linear(_WIDTH, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, width] to the same."""
-        wide = x.repeat(1, _REPEATS).sin().tanh().exp()
+        wide = (x * self.scale).repeat(1, _REPEATS).sin().tanh().exp()
         return self.linear(wide.view(-1, _WIDTH)).view(-1, _REPEATS, _WIDTH).mean(1)
 
 
@@ -101,12 +101,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(
     only: Sequence[str] | None = None,
     num_steps: int = NUM_STEPS,
-    track: Callable[[Sequence[Schedule]], Iterable[Schedule]] = iter,
+    track: Callable[[Sequence[Sequence[Schedule]]], Iterable[Sequence[Schedule]]] = iter,
 ) -> Section:
     """Measure every synchronous schedule that the engine runs in the shape of the bubbles, or those named."""
     schedules = [schedule for schedule in schedules_of(only) if schedule.synchronous]
     costs = {splits: costs_of_one(splits) for splits in (False, True)}
-    outcomes = [outcome_of(schedule, costs) for schedule in track(schedules)]
+    outcomes = [outcome for some in track(in_some(schedules)) for outcome in outcomes_of(some, costs)]
     return section_of(outcomes, growth_of(num_steps) if num_steps else None)
 
 
@@ -129,33 +129,57 @@ def costs_of_one(splits: bool) -> Costs:
 
 
 def levels_of(actions: Sequence[Action], look: Action | None = None) -> list[int]:
-    """The bytes that this thread's tensors take after each action, beyond those from before the first."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        for action in actions:
-            action()
-            if look is not None:
-                look()
-            with record_function(_AFTER):
-                pass
-    assert profiler.profiler is not None, "it has run"
-    kineto = profiler.profiler.kineto_results
-    assert kineto is not None, "it has run"
-    level, levels = 0, []
-    for event in sorted(kineto.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            level += event.nbytes()
-        elif event.name() == _AFTER:
-            levels.append(level)
+    """The bytes that are allocated after each action, beyond those from before the first."""
+    gc.collect()
+    allocator, levels = Allocator(), []
+    before = allocator.num_bytes
+    for action in actions:
+        action()
+        if look is not None:
+            look()
+        levels.append(allocator.num_bytes - before)
     return levels
 
 
-def outcome_of(schedule: Schedule, costs: dict[bool, Costs]) -> Outcome:
-    """Measure one schedule."""
-    program = schedule.program()
-    splits = any("W" in str(instruction).split("_")[0] for stream in program.streams for instruction in stream)
-    timeline = simulate(program, costs[splits])
-    seen = launch_local(_rank, schedule.num_ranks, args=(schedule,))
-    return Outcome(schedule, timeline.peak_stash, timeline.peak_bytes, seen)
+class Allocator:
+    """What glibc has handed out to the main thread of this process, whose tensors are among it."""
+
+    def __init__(self) -> None:
+        self._mallinfo = ctypes.CDLL(None).mallinfo2
+        self._mallinfo.restype = _MallInfo
+
+    @property
+    def num_bytes(self) -> int:
+        """In use now, in its arena or mapped on their own."""
+        info = self._mallinfo()
+        return int(info.uordblks + info.hblkhd)
+
+
+class _MallInfo(ctypes.Structure):
+    """struct mallinfo2 of <malloc.h>."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def outcomes_of(schedules: Sequence[Schedule], costs: dict[bool, Costs]) -> list[Outcome]:
+    """Measure some schedules in the same processes."""
+    outcomes = []
+    for schedule, seen in zip(schedules, zip(*launch_local(_rank, schedules[0].num_ranks, args=(schedules,)))):
+        program = schedule.program()
+        timeline = simulate(program, costs[splits_backward(program)])
+        outcomes.append(Outcome(schedule, timeline.peak_stash, timeline.peak_bytes, seen))
+    return outcomes
+
+
+def splits_backward(program: Program) -> bool:
+    """Whether a program has W at all."""
+    return any(isinstance(instruction, WeightGradient) for stream in program.streams for instruction in stream)
 
 
 class _Watched:
@@ -173,14 +197,18 @@ class _Watched:
         self.entries, self.receives = max(self.entries, held), max(self.receives, posted)
 
 
-def _rank(context: RankContext, schedule: Schedule) -> Seen:
-    """One rank: the most that it holds in a step."""
+def _rank(context: RankContext, schedules: Sequence[Schedule]) -> list[Seen]:
+    """One rank: the most that it holds in a step of each schedule."""
+    return [_seen(context, schedule) for schedule in schedules]
+
+
+def _seen(context: RankContext, schedule: Schedule) -> Seen:
     pipe = _pipeline(context, schedule)
     x, y = torch.randn(2, schedule.num_microbatches * _ROWS, _WIDTH)
     for _ in range(2):
         pipe.forward_backward(x, y)
     watched = _Watched(pipe)
-    (executor,) = pipe._training._executors.values()  # type: ignore[attr-defined]
+    executor = list(pipe._training._executors.values())[-1]  # type: ignore[attr-defined]
     levels: list[int] = []
     actions = executor._actions
     executor._actions = (partial(_run_watched, actions, watched, levels),)
@@ -208,7 +236,7 @@ def _pipeline(context: RankContext, schedule: Schedule) -> Pipeline:
 
 
 def growth_of(num_steps: int) -> int:
-    """By how many bytes the process of a rank grows, at most, in so many steps of 1f1b."""
+    """By how many bytes what a rank has allocated grows, at most, in so many steps of 1f1b."""
     grown: list[int] = launch_local(_grow, 2, args=(num_steps,))
     return max(grown)
 
@@ -218,21 +246,19 @@ def _grow(context: RankContext, num_steps: int) -> int:
     x, y = torch.randn(2, 8 * _ROWS, _WIDTH)
     for _ in range(_NUM_DROPPED):
         pipe.train_step(x, y)
-    before = resident_bytes()
+    gc.collect()
+    allocator = Allocator()
+    before = allocator.num_bytes
     for _ in range(num_steps):
         pipe.train_step(x, y)
-    return resident_bytes() - before
-
-
-def resident_bytes() -> int:
-    """What this process holds of the machine's memory; Linux alone tells."""
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * getpagesize()
+    gc.collect()
+    return allocator.num_bytes - before
 
 
 def section_of(outcomes: Sequence[Outcome], growth: int | None) -> Section:
     """The table."""
     rows = tuple(map(_row_of, outcomes))
-    grown = "not measured" if growth is None else marked(f"{growth / 2**20:.2f} MiB", growth <= MOST_GROWTH)
+    grown = "not measured" if growth is None else marked(f"{growth / 2**10:+.1f} KiB", growth <= MOST_GROWTH)
     return Section(
         name="memory",
         title="the most a rank stashes, by what was predicted: P=4, M=8",
@@ -240,8 +266,8 @@ def section_of(outcomes: Sequence[Outcome], growth: int | None) -> Section:
         rows=(*rows, ("many steps in a row", "", "", grown, "", "", "", "")),
         note="Entries, bytes and receives posted after any instruction of a step; entries rank by rank, bytes and "
         f"receives of the rank that has most. Bar: equal entries, bytes within {MOST_ERROR:.0%} on every rank, no more "
-        "receives than the channels' depths. The last line: by how much the process of a rank grows in "
-        f"{NUM_STEPS} steps of 1f1b (bar: {MOST_GROWTH / 2**20:g} MiB).",
+        "receives than the channels' depths. The last line: by how much what a rank has allocated grows in "
+        f"{NUM_STEPS} steps of 1f1b (bar: {MOST_GROWTH / 2**10:g} KiB).",
     )
 
 

@@ -7,7 +7,7 @@ the same processes; gpipe also with a loop written by hand. On a single rank a p
 import argparse
 import copy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -83,10 +83,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(section.misses > 0)
 
 
-def measure(only: Sequence[str] | None = None, num_rounds: int = 20, num_steps: int = 20) -> Section:
+def measure(
+    only: Sequence[str] | None = None,
+    num_rounds: int = 20,
+    num_steps: int = 20,
+    track: Callable[[Sequence[str]], Iterable[str]] = iter,
+) -> Section:
     """Measure all schedules that torch has, or those named, and ``plain``: one rank against a plain loop."""
     names = [name for name in TORCH_SCHEDULES if not only or name in only]
-    outcomes = [outcome_of(name, num_rounds, num_steps) for name in names]
+    outcomes = [outcome_of(name, num_rounds, num_steps) for name in track(names)]
     plain = None
     if not only or "plain" in only:
         plain = together(launch_local(_plain_rank, 1, args=(num_rounds,)))

@@ -8,7 +8,8 @@ import argparse
 import gc
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from math import inf, log
 from statistics import linear_regression
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stagewright.bench.report import Section
 from stagewright.bench.torch_schedules import TORCH_NAMES, build_and_lower
 from stagewright.schedules import ScheduleError, create, find, names, simulate
 
@@ -69,6 +71,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         highlight=False,
     )
     return 0
+
+
+def section(
+    ranks: Sequence[int] = (8, 32, 64),
+    num_chunks: int = 2,
+    torch_limit: float = 15.0,
+    track: Callable[[Sequence[str]], Iterable[str]] = iter,
+) -> Section:
+    """The same for the report: every schedule that serves these shapes."""
+    rows = []
+    for name in track(names()):
+        with suppress(ScheduleError):
+            cells = _cells(name, measure(name, ranks, num_chunks, torch_limit))
+            missing = [""] * (2 * len(ranks) + 3 - len(cells))
+            rows.append((*map(str, cells), *missing))
+    of_ranks = [f"P={num_ranks}, s" for num_ranks in ranks]
+    return Section(
+        name="schedules",
+        title=f"create + verify + simulate, CPU seconds; M = 4P, V = {num_chunks} where one can choose",
+        columns=("schedule", "instructions", *of_ranks, "growth", *(f"torch, {heading}" for heading in of_ranks)),
+        rows=tuple(rows),
+        note=f"Bar: at most {MOST_SECONDS:g} s for the largest shape, growing by at most the power {MOST_GROWTH:g} of "
+        "the number of instructions. torch: its own build and lowering, without proof or simulation.",
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

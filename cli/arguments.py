@@ -6,7 +6,14 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from stagewright.cli import compare_command, explain_command, profile_command, show_command, verify_command
+from stagewright.cli import (
+    bench_command,
+    compare_command,
+    explain_command,
+    profile_command,
+    show_command,
+    verify_command,
+)
 from stagewright.cli.launcher import launcher_name, num_started_ranks
 from stagewright.cli.settings import DTYPES, OPTIMIZERS, TrainSettings
 from stagewright.cli.values import count, cut_choice
@@ -24,6 +31,7 @@ examples:
   stagewright explain step.json                          why a step that `train --trace` recorded took so long
   stagewright profile --out gpt.json                     what each layer costs on this machine
   stagewright verify program.csv                         whether a program from elsewhere is legal
+  stagewright bench bubble                               whether the bubbles are real on this machine
   stagewright train                                      a small GPT on 2 local processes
   stagewright train --schedule gpipe --ranks 4           the same model and the same losses, another schedule
   stagewright train --schedule 2bw --ranks 4             without flushes, on weights that are one update old
@@ -91,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     verify_command.add_parser(commands)
     profile_command.add_parser(commands)
     explain_command.add_parser(commands)
+    bench_command.add_parser(commands)
     _add_train(
         commands.add_parser(
             "train",

@@ -8,7 +8,14 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from stagewright.cli import compare_command, explain_command, profile_command, show_command, verify_command
+from stagewright.cli import (
+    bench_command,
+    compare_command,
+    explain_command,
+    profile_command,
+    show_command,
+    verify_command,
+)
 from stagewright.cli.arguments import build_parser, train_settings
 from stagewright.cli.console import PatientConsole
 from stagewright.cli.entry import EXIT_INTERRUPTED
@@ -40,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return printed(verify_command.run, parsed)
             case "explain":
                 return printed(explain_command.run, parsed)
+            case "bench":
+                return bench_command.run(parsed)
             case "profile":
                 return printed(profile_command.run, parsed)
             case _:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagewright.cli.corpus import Corpus
+from stagewright.cli.metrics import MetricsError
 from stagewright.cli.settings import TrainSettings
 from stagewright.engine import Checkpoints, Pipeline, read_part
 
@@ -136,17 +137,22 @@ def source_of(settings: TrainSettings) -> Path | None:
 
 def check_saving(settings: TrainSettings, corpus: Corpus) -> None:
     """Find out whether a run can be saved and resumed as the settings say. Raises ValueError."""
-    for name, value in (
-        ("save-every", settings.save_every),
-        ("keep", settings.keep),
-        ("save-async", settings.save_async),
-    ):
+    given = {"--save-every": settings.save_every, "--keep": settings.keep, "--save-async": settings.save_async}
+    for flag, value in given.items():
         if value and settings.save is None:
-            raise ValueError(f"--{name} says how to save: say where with --save DIR")
+            raise ValueError(f"{flag} says how to save: say where with --save DIR")
     if settings.resume is True and settings.save is None:
         raise ValueError("--resume goes on from the folder of --save: give --save DIR, or --resume DIR")
     if resumed_updates(settings, corpus) is None and settings.resume not in (None, True):
         raise ValueError(f"there is no checkpoint in {settings.resume} to resume from")
+
+
+def make_save_folder(folder: Path) -> None:
+    """Make the folder of the checkpoints. Raises MetricsError where nothing could be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MetricsError(f"cannot save to {folder}: {error.strerror or error}") from error
 
 
 def resumed_updates(settings: TrainSettings, corpus: Corpus) -> int | None:

@@ -11,7 +11,7 @@ from stagewright.cli.cutting import check_cut
 from stagewright.cli.launcher import num_started_ranks, own_rank
 from stagewright.cli.metrics import Silence, TrainResult
 from stagewright.cli.report import counted, open_metrics, open_report, print_result
-from stagewright.cli.saving import check_saving, resumed_updates
+from stagewright.cli.saving import check_saving, make_save_folder, resumed_updates
 from stagewright.cli.settings import TrainSettings
 from stagewright.cli.tensorboard import import_writer, make_folder
 from stagewright.cli.trace_file import check_trace
@@ -112,13 +112,15 @@ def train_rank(settings: TrainSettings, context: RankContext) -> TrainResult | N
 
 
 def check_metrics(settings: TrainSettings) -> None:
-    """Find out now whether metrics can be written, where they will be. Raises MetricsError."""
+    """Find out now whether metrics and checkpoints can be written, where they will be. Raises MetricsError."""
     if settings.metrics is not None:
         open_metrics(settings).close()
     if settings.tensorboard is not None:
         make_folder(settings.tensorboard)
     if settings.trace is not None:
         check_trace(settings.trace)
+    if settings.save is not None:
+        make_save_folder(settings.save)
 
 
 def introduce(settings: TrainSettings, corpus: Corpus, console: Console) -> None:

@@ -1,8 +1,8 @@
 """The engine: runs a schedule's program for real, one executor a rank."""
 
 from stagewright.engine.batch import PerMicrobatch
-from stagewright.engine.checkpoint import Checkpoints
-from stagewright.engine.checkpoint_export import (
+from stagewright.engine.checkpoint import (
+    Checkpoints,
     full_state_dict,
     load_full_state_dict,
     read_part,

@@ -121,7 +121,7 @@ class RollCall:
 
     def _hear(self, own: Answer) -> dict[str, Answer]:
         texts = self._gather(json.dumps([own.arguments, own.refusal]))
-        return {rank: Answer(*json.loads(text)) for rank, text in texts.items()}
+        return {rank: read_answer(text, rank) for rank, text in texts.items()}
 
     def _gather(self, own: str) -> dict[str, str]:
         """What every rank says, those of all replicas too, by the name of the rank."""
@@ -134,6 +134,19 @@ class RollCall:
             for replica, texts in enumerate(of_replicas)
             for rank, text in enumerate(texts)
         }
+
+
+def read_answer(text: str, rank: str) -> Answer:
+    """What a rank of whatever version has answered.
+
+    Raises:
+        ValueError: this is no answer; the rank is named.
+    """
+    with suppress(ValueError, RecursionError):
+        match json.loads(text):
+            case [dict() as arguments, str() as refusal] if all(isinstance(said, str) for said in arguments.values()):
+                return Answer(arguments, refusal)
+    raise ValueError(f"{rank} has not answered what it is about to run, but {text[:80]!r}; {_REMEDY}")
 
 
 def differences(of_ranks: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

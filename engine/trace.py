@@ -45,11 +45,18 @@ class Record:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Record":
-        """The reverse of ``to_bytes``."""
-        clock, length, count = _HEAD.unpack_from(data)
-        start = _HEAD.size + length
-        machine = data[_HEAD.size : start].decode()
-        return cls(machine, clock, struct.unpack_from(f"<{count}d", data, start))
+        """The reverse of ``to_bytes``.
+
+        Raises:
+            ValueError: these bytes are no record.
+        """
+        try:
+            clock, length, count = _HEAD.unpack_from(data)
+            start = _HEAD.size + length
+            machine = data[_HEAD.size : start].decode()
+            return cls(machine, clock, struct.unpack_from(f"<{count}d", data, start))
+        except struct.error as error:
+            raise ValueError(f"{len(data)} bytes are no record of a step: {error}") from error
 
     def ahead_of(self, other: "Record") -> float:
         """By how much this rank's clock is ahead of another's."""

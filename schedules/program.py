@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 from stagewright.schedules.errors import ScheduleError
 from stagewright.schedules.instructions import (
@@ -19,6 +20,9 @@ from stagewright.schedules.placement import Placement, named
 from stagewright.schedules.table import Table
 
 Stream = tuple[Instruction, ...]
+
+# Far above any real program: about ten million instructions.
+MAX_CHARACTERS: Final = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,11 @@ class Program:
             num_microbatches: microbatches of one batch; all that occur where left out.
 
         Raises:
-            ScheduleError: a cell is no token (rank, column and text are named), or the stages do not fit the placement.
+            ScheduleError: a cell is no token (rank, column and text are named), the stages do not fit the placement, or
+                the text is too long.
         """
+        if len(text) > MAX_CHARACTERS:
+            raise ScheduleError(f"{len(text)} characters are too many for a program: at most {MAX_CHARACTERS}")
         streams = tuple(_parse_line(line, rank) for rank, line in enumerate(text.splitlines()) if line.strip())
         if not streams:
             raise ScheduleError("a program has at least one rank: the text holds no line with a token")

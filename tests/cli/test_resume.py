@@ -154,6 +154,7 @@ FLAGS = [
         (["--keep", "2"], "--keep says how to save: say where with --save DIR"),
         (["--save-async"], "--save-async says how to save: say where with --save DIR"),
         (["--resume"], "--resume goes on from the folder of --save: give --save DIR, or --resume DIR"),
+        (["--save", "{folder}/text/0.txt"], "cannot save to {folder}/text/0.txt: File exists"),
         (["--resume", "{folder}/none"], "there is no checkpoint in {folder}/none to resume from"),
         (
             ["--resume", "{run}", "--steps", "2"],

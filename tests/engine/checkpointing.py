@@ -54,11 +54,16 @@ def config_of(shape: Shape) -> GPTConfig:
 
 
 def make_optimizer(shape: Shape, named: Any) -> torch.optim.Optimizer:
-    """Two groups: what has a norm or a bias in its name is not decayed."""
+    """Groups: norms and biases are not decayed, and positions, which the first stage alone has, learn more slowly."""
     pairs = list(named)
+    slow = [pair for pair in pairs if "positions" in pair[0]]
     free = [pair for pair in pairs if "norm" in pair[0] or "bias" in pair[0]]
-    decayed = [pair for pair in pairs if pair not in free]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": free, "weight_decay": 0.0, "lr": 0.02}]
+    decayed = [pair for pair in pairs if pair[0] not in dict(slow + free)]
+    groups = [
+        {"params": slow, "weight_decay": 0.1, "lr": 0.005},
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": free, "weight_decay": 0.0, "lr": 0.02},
+    ]
     optimizer: torch.optim.Optimizer = shape.optimizer([group for group in groups if group["params"]], lr=0.01)
     return optimizer
 

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointing import Shape, train_on
+from checkpointing import Shape, make_pipeline, make_tokens, train_on
+from launching import launch_on
+
+from stagewright.engine import Checkpoints, RankContext
 
 EVERYTHING: dict[str, Any] = {
     "model": {"dropout": 0.2},
@@ -71,8 +74,8 @@ OTHERS = [
     ],
     [
         Shape("gpipe", 1, model={"tied": True}),
-        Shape("1f1b", 2, model={"tied": True}),
         Shape("interleaved", 1, options={"num_chunks": 2}, model={"tied": True}),
+        Shape("1f1b", 2, model={"tied": True}),
         Shape("1f1b", 4, model={"tied": True}),
         Shape("gpipe", 1, model={"tied": True}),
     ],
@@ -99,6 +102,26 @@ def test_an_asynchronous_training_goes_on_under_another_schedule_with_its_newest
     delayed, _ = train_on("threads", shape, tmp_path, 6)
     assert on == pytest.approx(alone, rel=1e-11)
     assert on[0] != pytest.approx(delayed[0], rel=1e-6)
+
+
+def scale(context: RankContext, shape: Shape, folder: Path) -> tuple[float, int]:
+    """The loss scale and its counter after a step; it begins with another scale than it would by itself."""
+    with make_pipeline(context, shape) as pipe:
+        checkpoints = Checkpoints(folder, pipe)
+        begins = checkpoints.load() is None
+        loss_scale = pipe._updater.loss_scale
+        assert loss_scale is not None
+        if begins:
+            loss_scale.value = 2.0**100
+        pipe.train_step(*make_tokens(pipe.num_steps))
+        checkpoints.save()
+        return loss_scale.value, loss_scale.num_good_steps
+
+
+def test_the_loss_scale_and_its_counter_go_on(tmp_path: Path) -> None:
+    for number, num_ranks in enumerate((2, 2, 1, 4), 1):
+        shape = Shape("1f1b", num_ranks, pipeline={"loss_scale": "dynamic"})
+        assert launch_on("threads", scale, num_ranks, (shape, tmp_path)) == [(2.0**100, number)] * num_ranks
 
 
 def test_processes_save_and_go_on_too(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from checkpointing import Shape, make_pipeline, make_tokens
 from launching import launch_on
 
 from stagewright.engine import Checkpoints, PeerError, Pipeline, RankContext, read_state_dict
-from stagewright.engine.checkpoint_files import Files, Part, Written
+from stagewright.engine.checkpoint.files import Files, Part, Written
 
 SHAPE = Shape("1f1b", 1, num_microbatches=1, model={"num_layers": 1, "hidden_size": 2})
 

@@ -20,7 +20,7 @@ from stagewright.engine import (
     read_part,
     read_state_dict,
 )
-from stagewright.engine.checkpoint_names import Names
+from stagewright.engine.checkpoint.names import Names
 from stagewright.models import GPTConfig, build_gpt, cut_sequential
 from stagewright.models.chain import ChainStage
 
@@ -129,19 +129,19 @@ class Scheduled:
         assert self.pipe.optimizer is not None
         schedulers = [
             torch.optim.lr_scheduler.LinearLR(self.pipe.optimizer, total_iters=3),
-            torch.optim.lr_scheduler.MultiStepLR(self.pipe.optimizer, [2, 4]),
+            torch.optim.lr_scheduler.LambdaLR(self.pipe.optimizer, lambda step: 0.9**step),
         ]
         self.scheduler = torch.optim.lr_scheduler.SequentialLR(self.pipe.optimizer, schedulers, milestones=[3])
         self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(self.pipe.optimizer, patience=0)
 
     def train(self, start: int, stop: int) -> list[tuple[float, list[float]]]:
-        """(loss, learning rates) of each step."""
+        """(loss, learning rates of what each rank has) of each step."""
         assert self.pipe.optimizer is not None
         result = []
         for step in range(start, stop):
             loss = self.pipe.train_step(*make_tokens(step))
             assert loss is not None
-            result.append((loss.item(), sorted({group["lr"] for group in self.pipe.optimizer.param_groups})))
+            result.append((loss.item(), sorted({group["lr"] for group in self.pipe.optimizer.param_groups})[-2:]))
             self.scheduler.step()
             self.plateau.step(loss.item())
         return result

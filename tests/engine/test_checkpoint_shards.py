@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stagewright.engine import read_state_dict, write_state_dict
-from stagewright.engine.checkpoint_files import Written
-from stagewright.engine.checkpoint_shards import DTYPES, Shard
+from stagewright.engine.checkpoint.files import Written
+from stagewright.engine.checkpoint.shards import DTYPES, Shard
 
 TENSORS = {
     "matrix": torch.arange(6, dtype=torch.float32).reshape(2, 3),

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stagewright.engine.checkpoint_optimizer import is_same
-from stagewright.engine.checkpoint_values import decode, encode
+from stagewright.engine.checkpoint.optimizer import is_same
+from stagewright.engine.checkpoint.values import decode, encode
 
 LEAVES = (
     st.none()

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from stagewright.engine.checkpoint_files import Files, Written
-from stagewright.engine.checkpoint_index import MAX_STEPS, Index, Record, find
-from stagewright.engine.checkpoint_names import GlobalName, Names
-from stagewright.engine.checkpoint_record import Stateful, share_of
-from stagewright.engine.checkpoint_restoring import Restoration, check_all_used, names_in_use
-from stagewright.engine.checkpoint_saving import BackgroundSave, Target, finish, prepare, write_shard
-from stagewright.engine.checkpoint_source import Source
-from stagewright.engine.checkpoint_whole import Agreement, number_of
+from stagewright.engine.checkpoint.files import Files, Written
+from stagewright.engine.checkpoint.index import MAX_STEPS, Index, Record, find
+from stagewright.engine.checkpoint.names import GlobalName, Names
+from stagewright.engine.checkpoint.record import Stateful, share_of
+from stagewright.engine.checkpoint.restoring import Restoration, check_all_used, names_in_use
+from stagewright.engine.checkpoint.saving import BackgroundSave, Target, finish, prepare, write_shard
+from stagewright.engine.checkpoint.source import Source
+from stagewright.engine.checkpoint.whole import Agreement, number_of
 from stagewright.engine.pipeline import Pipeline
 
 

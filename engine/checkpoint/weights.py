@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stagewright.engine.checkpoint_names import Names
-from stagewright.engine.checkpoint_source import Source, take
+from stagewright.engine.checkpoint.names import Names
+from stagewright.engine.checkpoint.source import Source, take
 from stagewright.engine.pipeline import Pipeline
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from stagewright.engine.checkpoint_files import Files
-from stagewright.engine.checkpoint_index import find
-from stagewright.engine.checkpoint_names import GlobalName, Names
-from stagewright.engine.checkpoint_record import first_copies
-from stagewright.engine.checkpoint_restoring import restored_part
-from stagewright.engine.checkpoint_shards import Shard, parts_of, shard_of_bytes, unreadable
-from stagewright.engine.checkpoint_source import Source
-from stagewright.engine.checkpoint_weights import listed
+from stagewright.engine.checkpoint.files import Files
+from stagewright.engine.checkpoint.index import find
+from stagewright.engine.checkpoint.names import GlobalName, Names
+from stagewright.engine.checkpoint.record import first_copies
+from stagewright.engine.checkpoint.restoring import restored_part
+from stagewright.engine.checkpoint.shards import Shard, parts_of, shard_of_bytes, unreadable
+from stagewright.engine.checkpoint.source import Source
+from stagewright.engine.checkpoint.weights import listed
 from stagewright.engine.pipeline import Pipeline
 from stagewright.engine.transport.contract import Session
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stagewright.engine.checkpoint_source import Source
-from stagewright.engine.checkpoint_weights import describe
-from stagewright.engine.checkpoint_whole import number_of
+from stagewright.engine.checkpoint.source import Source
+from stagewright.engine.checkpoint.weights import describe
+from stagewright.engine.checkpoint.whole import number_of
 from stagewright.engine.pipeline import Pipeline
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stagewright.engine.checkpoint_shards import DTYPES, check_plain
+from stagewright.engine.checkpoint.shards import DTYPES, check_plain
 
 _DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 

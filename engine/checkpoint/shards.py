@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Final
 import torch
 from torch import Tensor, nn
 
-from stagewright.engine.checkpoint_files import Part, Written
+from stagewright.engine.checkpoint.files import Part, Written
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "BOOL": torch.bool,

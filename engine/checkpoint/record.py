@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from stagewright.engine.checkpoint_names import Names
-from stagewright.engine.checkpoint_random import random_state
-from stagewright.engine.checkpoint_values import encode
-from stagewright.engine.checkpoint_whole import number_of, shape_of
+from stagewright.engine.checkpoint.names import Names
+from stagewright.engine.checkpoint.random import random_state
+from stagewright.engine.checkpoint.values import encode
+from stagewright.engine.checkpoint.whole import number_of, shape_of
 from stagewright.engine.pipeline import Pipeline
 
 

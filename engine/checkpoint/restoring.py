@@ -8,14 +8,14 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from stagewright.engine.checkpoint_index import Record
-from stagewright.engine.checkpoint_names import Names
-from stagewright.engine.checkpoint_optimizer import restored_optimizer, restored_staleness
-from stagewright.engine.checkpoint_random import restore_random_state, restored_random_state
-from stagewright.engine.checkpoint_record import Stateful
-from stagewright.engine.checkpoint_source import Source, take
-from stagewright.engine.checkpoint_weights import listed, restored_masters, restored_training, restored_weights
-from stagewright.engine.checkpoint_whole import shape_of
+from stagewright.engine.checkpoint.index import Record
+from stagewright.engine.checkpoint.names import Names
+from stagewright.engine.checkpoint.optimizer import restored_optimizer, restored_staleness
+from stagewright.engine.checkpoint.random import restore_random_state, restored_random_state
+from stagewright.engine.checkpoint.record import Stateful
+from stagewright.engine.checkpoint.source import Source, take
+from stagewright.engine.checkpoint.weights import listed, restored_masters, restored_training, restored_weights
+from stagewright.engine.checkpoint.whole import shape_of
 from stagewright.engine.pipeline import Pipeline
 
 

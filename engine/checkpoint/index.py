@@ -16,8 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from stagewright.engine.checkpoint_files import Written
-from stagewright.engine.checkpoint_shards import unreadable
+from stagewright.engine.checkpoint.files import Written
+from stagewright.engine.checkpoint.shards import unreadable
 
 # What one rank knows and is no tensor of its own, as JSON.
 Record: TypeAlias = Mapping[str, Any]

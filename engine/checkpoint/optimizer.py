@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stagewright.engine.checkpoint_index import Record
-from stagewright.engine.checkpoint_names import Names
-from stagewright.engine.checkpoint_record import names_of_parameters
-from stagewright.engine.checkpoint_source import Source, take
+from stagewright.engine.checkpoint.index import Record
+from stagewright.engine.checkpoint.names import Names
+from stagewright.engine.checkpoint.record import names_of_parameters
+from stagewright.engine.checkpoint.source import Source, take
 from stagewright.engine.pipeline import Pipeline
 
 

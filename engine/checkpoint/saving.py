@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from stagewright.engine.checkpoint_files import Files, Part, Written
-from stagewright.engine.checkpoint_index import INDEX, LATEST, Index, Record, folder_name, save_of, shard_name
-from stagewright.engine.checkpoint_record import Share
-from stagewright.engine.checkpoint_shards import parts_of
+from stagewright.engine.checkpoint.files import Files, Part, Written
+from stagewright.engine.checkpoint.index import INDEX, LATEST, Index, Record, folder_name, save_of, shard_name
+from stagewright.engine.checkpoint.record import Share
+from stagewright.engine.checkpoint.shards import parts_of
 
 _PARTIAL: Final = ".partial"
 _PATIENCE: Final = 0.02  # seconds between two looks for what other ranks have written

@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from stagewright.engine.checkpoint_index import INDEX, Record, read_index, shard_name
-from stagewright.engine.checkpoint_shards import Shard, unreadable
-from stagewright.engine.checkpoint_values import decode
-from stagewright.engine.checkpoint_whole import number_of, shape_of
+from stagewright.engine.checkpoint.index import INDEX, Record, read_index, shard_name
+from stagewright.engine.checkpoint.shards import Shard, unreadable
+from stagewright.engine.checkpoint.values import decode
+from stagewright.engine.checkpoint.whole import number_of, shape_of
 from stagewright.engine.pipeline import Pipeline
 
 T = TypeVar("T")
