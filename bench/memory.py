@@ -51,7 +51,8 @@ class KeepingStage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[rows, width] to the same."""
         wide = (x * self.scale).repeat(1, _REPEATS).sin().tanh().exp()
-        return self.linear(wide.view(-1, _WIDTH)).view(-1, _REPEATS, _WIDTH).mean(1)
+        mapped: Tensor = self.linear(wide.view(-1, _WIDTH))
+        return mapped.view(-1, _REPEATS, _WIDTH).mean(1)
 
 
 @dataclass(frozen=True)

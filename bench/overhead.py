@@ -123,7 +123,7 @@ def _rank(context: RankContext, name: str, num_rounds: int, num_steps: int) -> d
     peer = TorchPeer(
         name, copy.deepcopy(modules), schedule.placement.num_stages, NUM_MICROBATCHES, squared_error, group
     )
-    ways = {"ours": partial(pipe.train_step, x, y), "torch": partial(peer.step, x, y)}
+    ways: dict[str, Callable[[], object]] = {"ours": partial(pipe.train_step, x, y), "torch": partial(peer.step, x, y)}
     if name == "gpipe":
         loop = GPipeLoop(context, copy.deepcopy(modules[context.rank]), NUM_MICROBATCHES, squared_error, group)
         ways["by hand"] = partial(loop.step, x, y)
@@ -154,7 +154,7 @@ def _plain_rank(context: RankContext, num_rounds: int) -> dict[str, list[Turn]]:
     x, y = torch.randn(2, 96 * NUM_MICROBATCHES, 512)
     pipe = pipeline_of(context, "1f1b", {0: copy.deepcopy(module)})
     loop = PlainLoop(module)
-    ways = {"ours": partial(pipe.train_step, x, y), "plain": partial(loop.step, x, y)}
+    ways: dict[str, Callable[[], object]] = {"ours": partial(pipe.train_step, x, y), "plain": partial(loop.step, x, y)}
     return take_turns(context, ways, num_rounds)
 
 
@@ -196,7 +196,7 @@ def section_of(outcomes: Sequence[Outcome], plain: Mapping[str, Sequence[Round]]
 
 
 def _rows_of(outcome: Outcome) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for other in [way for way in outcome.rounds if way != "ours"]:
         bar = MOST_OF_HAND if other == "by hand" else BARS.get(outcome.schedule)
         ratio = outcome.cpu_ratio(other)

@@ -75,7 +75,7 @@ def take_turns(
             step()
     turns: dict[str, list[Turn]] = {name: [] for name in ways}
     for index in range(num_rounds):
-        for name in list(ways) if index % 2 == 0 else reversed(ways):
+        for name in list(ways)[:: 1 if index % 2 == 0 else -1]:
             turns[name].append(_timed(context, ways[name], num_steps))
     return turns
 

@@ -108,7 +108,7 @@ def _rank(context: RankContext, name: str, num_steps: int) -> tuple[dict[str, li
         transport=context.transport,
     )
     peer = TorchPeer(name, modules, placement.num_stages, NUM_MICROBATCHES, squared_error, make_group())
-    ways = {"ours": partial(pipe.train_step, x, y), "torch": partial(peer.step, x, y)}
+    ways: dict[str, Callable[[], object]] = {"ours": partial(pipe.train_step, x, y), "torch": partial(peer.step, x, y)}
     turns = take_turns(context, ways, num_steps)
     costs = replace(pipe.calibrate(), send=0.0, message_bytes=0.0)
     return turns, simulate(pipe.program, costs).makespan

@@ -16,12 +16,13 @@ from stagewright.cli import (
     show_command,
     verify_command,
 )
-from stagewright.cli.arguments import build_parser, train_settings
+from stagewright.cli.arguments import build_parser
 from stagewright.cli.console import PatientConsole
 from stagewright.cli.entry import EXIT_INTERRUPTED
 from stagewright.cli.launcher import is_first_rank, is_launched
 from stagewright.cli.metrics import MetricsError
 from stagewright.cli.show import list_schedules
+from stagewright.cli.train_arguments import train_settings
 from stagewright.schedules import ScheduleError
 from stagewright.schedules.arguments import import_schedules
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.cli.arguments import TRAIN_EXAMPLES
+from stagewright.cli.train_arguments import TRAIN_EXAMPLES
 
 sys.path.append(str(Path(__file__).parent))
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.cli.arguments import build_parser, train_settings
+from stagewright.cli.arguments import build_parser
 from stagewright.cli.main import main
 from stagewright.cli.settings import TrainSettings
+from stagewright.cli.train_arguments import train_settings
 from stagewright.schedules import create
 
 
