@@ -209,7 +209,7 @@ def _seen(context: RankContext, schedule: Schedule) -> Seen:
     for _ in range(2):
         pipe.forward_backward(x, y)
     watched = _Watched(pipe)
-    executor = list(pipe._training._executors.values())[-1]  # type: ignore[attr-defined]
+    executor = list(pipe._training._executors.values())[-1]
     levels: list[int] = []
     actions = executor._actions
     executor._actions = (partial(_run_watched, actions, watched, levels),)

@@ -68,7 +68,8 @@ def test_a_weight_gradient_sleeps_in_its_own_half_for_torch_too() -> None:
     assert stage.linear.weight.grad is not None
 
 
-def test_a_tiny_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_tiny_run() -> None:
     section = bubble.measure(["1f1b"], 1)
     (row,) = section.rows
     assert row[0] == "1f1b"

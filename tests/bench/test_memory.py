@@ -58,6 +58,7 @@ def test_programs_that_split_the_backward() -> None:
     assert not splits_backward(create("1f1b", num_ranks=4, num_microbatches=8).program())
 
 
+@pytest.mark.slow
 def test_a_tiny_run_holds_as_many_entries_as_predicted() -> None:
     (row, _) = measure(["1f1b"], 0).rows
     assert row[:3] == ("1f1b", "4 3 2 1", "4 3 2 1")

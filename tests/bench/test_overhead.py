@@ -1,20 +1,13 @@
 """The benches against peers: the same work in every way, and ratios of made-up numbers; no time is asserted."""
 
-import copy
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from peers_trained import weights_by_way
 
 from stagewright.bench import overhead, throughput
-from stagewright.bench.overhead import PlainLoop, tiny_stage
 from stagewright.bench.paired import Ratio, Round, Turn, together
-from stagewright.bench.peers import GPipeLoop, OneForwardOneBackwardLoop, TorchPeer, make_group, squared_error
-from stagewright.engine import RankContext, launch_local
+from stagewright.engine import launch_local
 from stagewright.schedules import create
-
-NUM_MICROBATCHES = 8
 
 
 def test_a_round_lasts_from_the_first_start_to_the_last_end() -> None:
@@ -67,39 +60,10 @@ def test_half_of_a_small_distance_is_enough() -> None:
     assert throughput.Outcome("1f1b", ideal=9.8, ours=[9.85], torch=[10.0]).holds
 
 
-def _weights_by(context: RankContext, way: str) -> list[Tensor]:
-    """The weights of this rank after two steps."""
-    torch.manual_seed(0)
-    modules: list[nn.Module] = [tiny_stage(stage) for stage in range(2)]
-    x, y = torch.randn(2, overhead.ROWS * NUM_MICROBATCHES, overhead.HIDDEN)
-    own = copy.deepcopy(modules[context.rank])
-    shape = (NUM_MICROBATCHES, squared_error)
-    step: Any
-    match way:
-        case "ours":
-            step = overhead.pipeline_of(context, "1f1b", {context.rank: own}).train_step
-        case "torch":
-            step = TorchPeer("1f1b", {context.rank: own}, 2, *shape, make_group()).step
-        case "gpipe by hand":
-            step = GPipeLoop(context, own, *shape, make_group()).step
-        case "1f1b by hand":
-            step = OneForwardOneBackwardLoop(context, own, *shape, make_group()).step
-        case _:
-            own = nn.Sequential(*modules)
-            step = PlainLoop(own).step
-    for _ in range(2):
-        step(x, y)
-    return [weight.detach() for weight in own.parameters()]
-
-
-def _weights(context: RankContext) -> dict[str, list[Tensor]]:
-    ways = ("ours", "torch", "gpipe by hand", "1f1b by hand", "plain")
-    return {way: _weights_by(context, way) for way in ways}
-
-
+@pytest.mark.slow
 def test_all_ways_train_alike() -> None:
     """What is compared is the same work."""
-    first, second = launch_local(_weights, 2)
+    first, second = launch_local(weights_by_way, 2)
     for way in ("ours", "torch", "gpipe by hand", "1f1b by hand"):
         torch.testing.assert_close(first[way] + second[way], first["plain"])
 

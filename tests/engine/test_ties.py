@@ -195,7 +195,7 @@ class Narrow(Build):
         (
             mixed_whole,
             [["first.embedding.weight", "last.head.weight"]],
-            r"first.embedding.weight of stage 0: trained float64\[11, 6\], last.head.weight of stage 0: frozen float64",
+            r"first.embedding.weight of stage .: trained float64\[11, 6\], last.head.weight of stage .: frozen float64",
         ),
     ],
 )
