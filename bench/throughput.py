@@ -53,9 +53,9 @@ class Outcome:
 
     @property
     def closed(self) -> float:
-        """Which part of torch's distance to the ideal is closed, by the medians; all of it where there is none."""
+        """Which part of torch's distance to the ideal is closed, by the medians; nothing where there is none."""
         distance = median(self.torch) - self.ideal
-        return (median(self.torch) - median(self.ours)) / distance if distance > 0 else 1.0
+        return (median(self.torch) - median(self.ours)) / distance if distance > 0 else 0.0
 
     @property
     def holds(self) -> bool:

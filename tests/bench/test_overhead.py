@@ -60,6 +60,10 @@ def test_half_of_a_small_distance_is_enough() -> None:
     assert throughput.Outcome("1f1b", ideal=9.8, ours=[9.85], torch=[10.0]).holds
 
 
+def test_nobody_closes_a_distance_that_torch_does_not_have() -> None:
+    assert not throughput.Outcome("1f1b", ideal=10.5, ours=[10.2], torch=[10.0]).holds
+
+
 @pytest.mark.slow
 def test_all_ways_train_alike() -> None:
     """What is compared is the same work."""
