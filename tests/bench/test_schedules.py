@@ -54,4 +54,4 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_bench_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["no-such-bench"])
-    assert "there is no bench 'no-such-bench': there are schedules" in capsys.readouterr().err
+    assert "there is no bench 'no-such-bench': there are bubble" in capsys.readouterr().err
