@@ -1,15 +1,17 @@
 """Context: what one rank knows about the pipeline it belongs to."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.distributed as dist
 
 from stagewright.engine.environment import started_rank
-from stagewright.engine.errors import returned
+from stagewright.engine.errors import PeerError, returned
 from stagewright.engine.meeting import meet
 from stagewright.engine.transport.contract import Transport
 from stagewright.engine.transport.gloo import GlooTransport
@@ -52,6 +54,10 @@ def default_transport(device: torch.device | None = None) -> Transport:
     return GlooTransport(device=device)
 
 
+# How long a rank that has failed keeps its connections, for others that are busy to hear of it.
+_FAREWELL_SECONDS: Final = 1.0
+
+
 @contextmanager
 def from_environment() -> Iterator[RankContext]:
     """This process's rank as its launcher says it, until the block ends.
@@ -84,6 +90,8 @@ def from_environment() -> Iterator[RankContext]:
         reason = f"rank {transport.rank} failed: {type(error).__name__}: {error}"
         transport.abort(reason)
         farewell.abort(reason)
+        if isinstance(error, Exception) and not isinstance(error, PeerError) and transport.num_ranks > 1:
+            time.sleep(_FAREWELL_SECONDS)
         raise
     finally:
         transport.close()

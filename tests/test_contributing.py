@@ -63,6 +63,7 @@ def test_the_shapes_that_it_refuses_are_refused_in_its_words(folder: Path) -> No
         run(SHOW.replace("--microbatches 4", "--microbatches 5"), folder)
 
 
+@pytest.mark.slow
 def test_it_trains_as_every_schedule_does(folder: Path) -> None:
     text = folder / "text"
     text.write_text("".join(f"line {number} of a text to learn\n" for number in range(100)))

@@ -148,6 +148,7 @@ def test_a_file_of_one_s_own_is_read(tmp_path: Path) -> None:
     assert config.parallelism.pipeline_parallel_schedule == "Interleaved1F1B"
 
 
+@pytest.mark.slow
 def test_the_trainer_of_torchtitan_s_style_runs_under_torchrun() -> None:
     under_torchrun = run(*TORCHRUN, TORCHTITAN, "--training.steps", "10")
     assert re.findall(r"step: (\d+)", under_torchrun) == ["5", "10"]

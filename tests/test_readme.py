@@ -115,6 +115,7 @@ def test_the_trainer_that_steps_by_itself_takes_its_schedule_by_flag(
     assert losses[reporter] < 0.4  # from .5 or more
 
 
+@pytest.mark.slow
 def test_the_same_trainer_runs_plainly_and_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "trainer.py"
     script.write_text(the_block("add_arguments(parser)"), encoding="utf-8")

@@ -84,6 +84,7 @@ def by_hand(file: str, num_ranks: int) -> list[tuple[str, str, int]]:
     return [(*rank.communicate(timeout=120), rank.returncode) for rank in ranks]
 
 
+@pytest.mark.slow
 def test_training_under_torchrun_is_the_same(tmp_path: Path) -> None:
     script = dedent(TRAIN) + dedent("""
         with from_environment() as context:
@@ -98,6 +99,7 @@ def test_training_under_torchrun_is_the_same(tmp_path: Path) -> None:
     assert sorted(run.stdout.splitlines()) == [f"{rank} 2 {threads} {losses[rank]}" for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_an_error_under_torchrun_ends_all_ranks(tmp_path: Path) -> None:
     run = torchrun(write(tmp_path, FAIL))
     assert run.returncode == 1

@@ -229,6 +229,7 @@ def weights_of(chunks: Iterable[tuple[int, Toy]]) -> dict[tuple[int, str], Tenso
     }
 
 
+@pytest.mark.slow
 def test_the_example_in_readme_trains(tmp_path: Path) -> None:
     """The text is run as it is pasted."""
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
