@@ -146,7 +146,8 @@ def test_the_trained_model_writes_the_same_text_for_every_schedule_and_number_of
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-@pytest.mark.parametrize("launcher", [[], pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], TORCHRUN])
 def test_the_command_prints_the_text_below_the_table(text: Path, launcher: list[str]) -> None:
     flags = [part for name, value in SHAPE.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     sample = ["--sample", "the ", "fox", "--sample-bytes", "24", "--quiet", "--microbatches", "4"]
