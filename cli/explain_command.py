@@ -10,6 +10,7 @@ from typing import Final
 from rich.console import Console
 
 from stagewright.cli.explain import show_explanation
+from stagewright.cli.output import format_of, write
 from stagewright.schedules import ScheduleError, Timeline
 from stagewright.schedules.drawing import PALETTES, json_text, trace_text
 from stagewright.schedules.drawing.overlay import overlay_html, overlay_svg
@@ -17,9 +18,6 @@ from stagewright.schedules.explanation import Explanation, explain
 from stagewright.schedules.recording import MAX_BYTES, Recording
 
 FORMATS: Final = ("text", "svg", "html", "json", "trace")
-# What the end of a file's name says where --format is left out.
-ENDINGS: Final = {".trace.json": "trace", ".txt": "text"} | {f".{name}": name for name in FORMATS[1:]}
-
 EXIT_WRONG_INPUT: Final = 2
 
 EXAMPLES: Final = """\
@@ -68,17 +66,14 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
         measured = step_of(recording, arguments.step)
         explanation = explain(measured, recording.costs)
         title = f"{recording.schedule}: a step of {arguments.file.name}"
-        form = arguments.format or _format_of(arguments.output)
+        form = arguments.format or format_of(arguments.output, FORMATS)
         if arguments.output is not None:
-            text = drawn(form, explanation, title, arguments)
-            arguments.output.write_text(text, encoding="utf-8", newline="\n")
+            write(arguments.output, drawn(form, explanation, title, arguments))
         elif form == "text":
             show_explanation(console or Console(), explanation, title, arguments.top)
         else:
             sys.stdout.write(drawn(form, explanation, title, arguments))
-    except BrokenPipeError:
-        raise
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         sys.stderr.write(f"stagewright explain: {error}\n")
         return EXIT_WRONG_INPUT
     return 0
@@ -88,11 +83,13 @@ def read(file: Path) -> Recording:
     """The recording in a file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is too large, or no recording.
+        ValueError: it cannot be read, is too large, or no recording.
     """
-    with file.open("rb") as stream:
-        data = stream.read(MAX_BYTES + 1)
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror}") from error
     if len(data) > MAX_BYTES:
         raise ValueError(f"{file} has more than {MAX_BYTES} bytes: too large for a recording")
     try:
@@ -138,9 +135,3 @@ def in_milliseconds(timeline: Timeline) -> Timeline:
     """A timeline in seconds with a unit that people read more easily."""
     starts, ends = (tuple(1e3 * time for time in times) for times in (timeline.starts, timeline.ends))
     return replace(timeline, starts=starts, ends=ends)
-
-
-def _format_of(file: Path | None) -> str:
-    """What the end of a file's name says; text where it says nothing."""
-    name = "" if file is None else file.name.lower()
-    return next((form for ending, form in ENDINGS.items() if name.endswith(ending)), "text")

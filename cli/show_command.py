@@ -10,6 +10,7 @@ from typing import Final
 from rich.console import Console
 
 from stagewright.cli.costs import add_costs
+from stagewright.cli.output import format_of, write
 from stagewright.cli.show import show_schedule
 from stagewright.cli.size import check_size
 from stagewright.schedules import Schedule, ScheduleError, Timeline, add_arguments, find, from_arguments, simulate
@@ -18,8 +19,6 @@ from stagewright.schedules.drawing import PALETTES, html_text, json_text, svg_te
 from stagewright.schedules.drawing.palettes import palette_of
 
 FORMATS: Final = ("text", "svg", "html", "csv", "json", "trace")
-# What the end of a file's name says where --format is left out.
-ENDINGS: Final = {".trace.json": "trace", ".txt": "text"} | {f".{name}": name for name in FORMATS[1:]}
 DEFAULT: Final = "1f1b"
 # Batches of an asynchronous schedule: the pipeline fills, is full, and drains.
 STEPS_OF_ASYNCHRONOUS: Final = 3
@@ -76,9 +75,9 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
         steps = 1 if schedule.synchronous else STEPS_OF_ASYNCHRONOUS
         program = schedule.program(steps if arguments.steps is None else arguments.steps)
         timeline = simulate(program, arguments.costs)
-        form = arguments.format or _format_of(arguments.output)
+        form = arguments.format or format_of(arguments.output, FORMATS)
         if arguments.output is not None:
-            _write(arguments.output, drawn(form, schedule, timeline, arguments.palette))
+            write(arguments.output, drawn(form, schedule, timeline, arguments.palette))
         elif form == "text":
             show_schedule(console or Console(), schedule, timeline, palette_of(arguments.palette))
         else:
@@ -118,29 +117,6 @@ def _schedule(arguments: argparse.Namespace) -> Schedule:
     check_size(arguments.ranks, arguments.microbatches or 2 * arguments.ranks, arguments.chunks or 1)
     plans = any(field.name == "costs" for field in fields(find(arguments.schedule)))
     return from_arguments(arguments, **({"costs": arguments.costs} if plans else {}))
-
-
-def _format_of(file: Path | None) -> str:
-    """What the end of a file's name says; text where it has none.
-
-    Raises:
-        ScheduleError: it names a format that there is not.
-    """
-    name = "" if file is None else file.name.lower()
-    form = next((form for ending, form in ENDINGS.items() if name.endswith(ending)), None)
-    if form is None and Path(name).suffix:
-        raise ScheduleError(
-            f"the end of a file's name says its format: {Path(name).suffix} is none of {' '.join(ENDINGS)}; "
-            "take one of these, or say --format"
-        )
-    return form or "text"
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise ScheduleError(f"cannot write {file}: {error.strerror}") from error
 
 
 def _print(text: str) -> None:

@@ -9,13 +9,15 @@ from rich.console import Console
 
 from stagewright.cli.corpus import Corpus, load_corpus
 from stagewright.cli.explain import show_explanation
+from stagewright.cli.explain_command import FORMATS
 from stagewright.cli.main import main
 from stagewright.cli.metrics import Silence, TrainResult
+from stagewright.cli.output import format_of
 from stagewright.cli.settings import TrainSettings
 from stagewright.cli.trace_file import TraceFile
 from stagewright.cli.trainer import train
 from stagewright.engine import RankContext, launch_local
-from stagewright.schedules import Costs, Program, Timeline, create, parse
+from stagewright.schedules import Costs, Program, ScheduleError, Timeline, create, parse
 from stagewright.schedules.explanation import explain
 from stagewright.schedules.placement import linear
 from stagewright.schedules.recording import Recording
@@ -164,3 +166,14 @@ def test_a_trace_that_cannot_be_written_is_refused_before_anything_starts(
 ) -> None:
     assert main([*TRAIN, "--trace", str(tmp_path / "none" / "step.json")]) == 2
     assert "cannot write the trace to" in capsys.readouterr().err
+
+
+def test_a_name_that_says_no_format_is_refused(tmp_path: Path) -> None:
+    """As by show: both take the format from one place."""
+    with pytest.raises(
+        ScheduleError, match=r"\.png is none of \.trace\.json \.txt \.svg \.html \.json \.trace; take one"
+    ):
+        format_of(tmp_path / "step.png", FORMATS)
+    assert [
+        format_of(name and tmp_path / name, FORMATS) for name in (None, "a", "a.svg", "a.trace.json", "a.json")
+    ] == [*("text", "text", "svg", "trace", "json")]
