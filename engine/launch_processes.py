@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from time import monotonic
@@ -66,6 +67,7 @@ class _Processes:
     def start(self, tasks: list[Task]) -> None:
         """Start a process a task."""
         context = mp.get_context("spawn")
+        resource_tracker.ensure_running()  # which ends with SIGINT let in, so before it is shut out
         with _interrupts_later(), _short_spins():
             for task in tasks:
                 ours, theirs = context.Pipe()

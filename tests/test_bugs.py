@@ -1,7 +1,10 @@
 """The bug diary: each test tells a fault that the library once had."""
 
+import subprocess
+import sys
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -631,3 +634,37 @@ def test_what_was_frozen_between_batches_of_2bw_changed_every_other_time(num_bat
     module.weight.requires_grad_(False)
     with pytest.raises(ValueError, match="weight of stage 0 is frozen now, .* before the Pipeline is built"):
         pipe.train_step(*batch)
+
+
+MASKS = """
+import signal
+from multiprocessing import util
+
+from stagewright.engine import launch_local
+
+spawn = util.spawnv_passfds
+
+
+def noting(path, args, passfds):
+    kind = "rank" if "--multiprocessing-fork" in args else "tracker"
+    print(kind, signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []), flush=True)
+    return spawn(path, args, passfds)
+
+
+def nothing(context):
+    pass
+
+
+if __name__ == "__main__":
+    util.spawnv_passfds = noting
+    launch_local(nothing, 2)
+"""
+
+
+def test_ranks_were_born_with_an_ear_for_ctrl_c(tmp_path: Path) -> None:
+    """Multiprocessing starts a helper before the first rank, and lets SIGINT in afterwards: a Ctrl-C that met a rank
+    while its Python was starting ended in "Fatal Python error: interrupted" instead of one line."""
+    script = tmp_path / "masks.py"
+    script.write_text(MASKS, encoding="utf-8")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=100)
+    assert [line for line in done.stdout.splitlines() if line.startswith("rank")] == ["rank True"] * 2
