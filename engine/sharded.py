@@ -4,15 +4,19 @@ FSDP gathers, frees and reduces by itself, forward by forward and backward by ba
 says so, once a batch: its own hooks find everything gathered, add gradients up, and leave the rest to instructions.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
+from stagewright.engine.locals import is_spread
 from stagewright.engine.transport.group import Group
 from stagewright.schedules import Placement
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 class ShardedStage:
@@ -48,6 +52,8 @@ class ShardedStage:
 
         That is what FSDP does at the end of its last backward; torch's own pipelines call it in this way, too.
         """
+        from torch.distributed.fsdp import fully_shard  # late: who has sharded nothing need not load it
+
         for root in self._roots:
             self._reduce_next(root, True)
             state = fully_shard.state(root)  # type: ignore[attr-defined]
@@ -63,17 +69,18 @@ class ShardedStage:
             with suppress(RuntimeError, AttributeError):  # it has not computed anything yet, or this torch cannot
                 root.reset_iter_state()
 
-    def _reduce_next(self, root: FSDPModule, wanted: bool) -> None:
+    def _reduce_next(self, root: "FSDPModule", wanted: bool) -> None:
         root.set_is_last_backward(wanted)
         root.set_requires_gradient_sync(wanted)
 
 
-def sharded_modules(module: nn.Module) -> list[FSDPModule]:
+def sharded_modules(module: nn.Module) -> "list[FSDPModule]":
     """The modules of a stage that went through ``fully_shard``, from the outermost to the innermost."""
-    return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever has called fully_shard has imported it
+    return [] if fsdp is None else [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
 
 
-def _module(part: FSDPModule) -> nn.Module:
+def _module(part: "FSDPModule") -> nn.Module:
     """It is one, though its class does not say so."""
     assert isinstance(part, nn.Module)
     return part
@@ -81,7 +88,7 @@ def _module(part: FSDPModule) -> nn.Module:
 
 def is_reduced_by_itself(tensor: Tensor) -> bool:
     """Whether a parameter lies dealt out to the replicas, so that FSDP, and nobody else, sums its gradient."""
-    return isinstance(tensor, DTensor) and "dp" in (tensor.device_mesh.mesh_dim_names or ())
+    return is_spread(tensor) and "dp" in (tensor.device_mesh.mesh_dim_names or ())
 
 
 def check_sharded(

@@ -7,8 +7,8 @@ a rank may lie anywhere in the model, and only one that owns its gradient can sa
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from stagewright.engine.locals import is_spread
 from stagewright.engine.weights import like
 
 # Names of parameters that are one weight; "stage2.weight" is the one of that stage alone.
@@ -54,7 +54,7 @@ def members(group: Group, stage: int, names: Iterable[str]) -> list[str]:
 def kind_of(parameter: nn.Parameter) -> str:
     """In what tied weights are all alike, such as ``trained float32[11, 6]``."""
     kind = f"{'trained' if parameter.requires_grad else 'frozen'} {parameter.dtype}{list(parameter.shape)}"
-    kind += f" {parameter.placements}" if isinstance(parameter, DTensor) else ""
+    kind += f" {parameter.placements}" if is_spread(parameter) else ""
     return kind.replace("torch.", "")
 
 

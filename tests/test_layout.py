@@ -1,6 +1,7 @@
 """Imports flow one way: schedules <- engine <- {cli, bench}, models <- {cli, bench}."""
 
 import ast
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -58,3 +59,10 @@ def test_every_package_is_installed_and_typed() -> None:
     names = {"stagewright." + ".".join(folder.relative_to(ROOT).parts) for folder in found}
     assert names == set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     assert all((folder / "__init__.py").exists() and (folder / "py.typed").exists() for folder in found)
+
+
+def test_what_only_sharded_stages_need_is_not_loaded_for_all() -> None:
+    """It takes every process of every rank half a second."""
+    code = "import sys, stagewright.engine; print('torch.distributed.tensor' in sys.modules, 'sympy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"
