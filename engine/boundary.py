@@ -16,18 +16,20 @@ class Boundary:
 
     Args:
         received: the tensors that a gradient goes back for.
+        anchor: any tensor that requires a gradient; it gets none.
     """
 
-    def __init__(self, received: Sequence[Tensor]) -> None:
+    def __init__(self, received: Sequence[Tensor], anchor: Tensor) -> None:
         self._received: Sequence[Tensor] = received
+        self._anchor = anchor
         self.gradients: Sequence[Tensor | None] = [None] * len(received)
 
     def enter(self) -> tuple[Tensor, ...]:
         """The tensors for the stage to compute with."""
         if not self._received:
             return ()
-        anchor = torch.empty(0, requires_grad=True)  # autograd follows a function only if an input wants a gradient
-        tensors: tuple[Tensor, ...] = _Enter.apply(anchor, self)  # type: ignore[no-untyped-call]
+        # Autograd follows a function only if an input wants a gradient, hence the anchor.
+        tensors: tuple[Tensor, ...] = _Enter.apply(self._anchor, self)  # type: ignore[no-untyped-call]
         self._received = ()
         return tensors
 

@@ -10,6 +10,7 @@ from typing import Final
 
 from stagewright.engine.trace import NUM_KEPT, History
 from stagewright.engine.transport.contract import Transport
+from stagewright.engine.value import Layout
 from stagewright.schedules import Costs
 from stagewright.schedules.fitting import fit_costs
 
@@ -27,7 +28,7 @@ def calibrate(history: History, transport: Transport, num_steps: int = NUM_KEPT)
     """
     timelines = history.timelines(num_steps)
     costs = fit_costs(timelines)
-    sizes = _sizes(history.last(1)[0].num_bytes, timelines[0].program.num_stages, transport)
+    sizes = _sizes(history.last(1)[0].layouts, timelines[0].program.num_stages, transport)
     latency = _empty_hop(transport)
     assert isinstance(costs.send, tuple), "fitted costs have a number for every stage"
     return with_bandwidth(costs, costs.send, sizes, latency)
@@ -48,9 +49,9 @@ def with_bandwidth(costs: Costs, hops: Sequence[float], sizes: Sequence[float], 
     return replace(costs, send=send, message_bytes=tuple(sizes), bandwidth=bandwidth)
 
 
-def _sizes(own: Mapping[tuple[bool, int], int], num_stages: int, transport: Transport) -> list[float]:
+def _sizes(own: Mapping[tuple[bool, int], Layout], num_stages: int, transport: Transport) -> list[float]:
     """The bytes that cross from each stage to the next, or come back as their gradient, whichever are more."""
-    data = b"".join(_SIZE.pack(forward, stage, size) for (forward, stage), size in own.items())
+    data = b"".join(_SIZE.pack(forward, stage, layout.num_bytes) for (forward, stage), layout in own.items())
     sizes = [0.0] * num_stages
     for letter in transport.gather(data):
         for forward, stage, size in _SIZE.iter_unpack(letter):

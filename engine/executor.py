@@ -6,7 +6,7 @@ SEND takes it; ``_backward``, or ``_input_gradient`` and ``_weight_gradient``, d
 """
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import assert_never
 
@@ -15,6 +15,7 @@ import torch
 from stagewright.engine.assembly import Assembly
 from stagewright.engine.errors import NotFiniteError, PeerError
 from stagewright.engine.mail import Mail
+from stagewright.engine.progress import INDEX
 from stagewright.engine.recorder import Moment, recorder_of
 from stagewright.engine.run import Run
 from stagewright.engine.stage import Gradients, Stage, gradients_as_value, gradients_of_value
@@ -48,7 +49,11 @@ class Executor:
         self._sharded = assembly.sharded
         self._gradients = assembly.gradients
         self._updater = assembly.updater
-        self._seeds = assembly.seeds
+        # Ranks that share a process have the generators only while they compute; others put them back after a run.
+        shares_process = not isinstance(transport.baton, nullcontext)
+        self._seeds_of_run = nullcontext() if shares_process else assembly.seeds
+        self._callers_seeds = nullcontext if shares_process else assembly.seeds.lent
+        self._seeds = assembly.seeds if shares_process else nullcontext()
         self._goes_on = mail is not None
         self._mail = mail or Mail(program, transport)
         self._session = session or Session(fixed_shapes=False)
@@ -58,6 +63,8 @@ class Executor:
         self._stream = program.streams[transport.rank]
         self._updates = any(isinstance(instruction, ins.Step) for instruction in self._stream)
         self._actions = self._compile()
+        self._progress = transport.progress
+        self._number = self._progress.add(self._stream)
 
     def run(self, run: Run) -> None:
         """Execute the stream once.
@@ -67,16 +74,18 @@ class Executor:
             Exception: whatever a stage, the loss or the optimizer raises, with a note that says where.
         """
         self._run = run
-        self._mail.later, self._mail.num_bytes = run.later_microbatches, run.num_bytes
+        self._mail.later, self._mail.layouts = run.later_microbatches, run.layouts
         times, mark = run.times, self._mark
+        self._progress.begin(self._number, run.step, run.later_microbatches, run.later_versions)
+        cells = self._progress.cells
         try:
             if run.train:
                 for stage in self._stages.values():
                     stage.check_frozen()
             if not self._goes_on:
                 self._begin(run)
-            with torch.set_grad_enabled(run.train):
-                for action in self._actions:
+            with self._seeds_of_run, torch.set_grad_enabled(run.train):
+                for cells[INDEX], action in enumerate(self._actions):
                     self._started = mark()
                     action()
                     times.append((self._started, mark()))
@@ -87,6 +96,7 @@ class Executor:
         except BaseException as error:
             self._fail(error, len(times))
             raise
+        self._progress.end()
         assert self._goes_on or self._mail.is_empty, "a verified program leaves nothing behind"
 
     def _begin(self, run: Run) -> None:
@@ -222,7 +232,7 @@ class Executor:
         version += self._run.later_versions
         if self._updater.is_due(version):
             self._started = self._mark()
-            with self._transport.baton:
+            with self._transport.baton, self._callers_seeds():
                 self._updater.step(version)
 
     def _numbers(self, microbatch: int, version: int) -> tuple[int, int]:

@@ -63,11 +63,11 @@ class BatchLoss:
         self._shares: list[float] = []  # of each microbatch, in the batch's mean
         self._gradients: list[float] = []  # the same in the mean of those that go into one update
         self._num_rows: int | None = None
-        self._loss: Tensor | None = None
         self._metrics: dict[str, tuple[Tensor, list[Tensor | float]]] = {}
         self._weights: list[float] = []
         self._counts: list[Tensor | float] = []  # tensors as they come: to ask a GPU for a number is to wait for it
-        self._seen: list[tuple[int, Tensor]] = []  # each microbatch with its loss
+        # Each microbatch with what its loss adds to the total. That is added up when somebody asks: the backward waits.
+        self._seen: list[tuple[int, Tensor]] = []
         self._is_mean = False
         self._wants_gradient = self._has_gradient = False
 
@@ -99,18 +99,17 @@ class BatchLoss:
         loss, count, metrics = _parts(self._function(output, self._targets[microbatch]))
         self._wants_gradient |= any(tensor.requires_grad for tensor in tensors_of(output))
         self._has_gradient |= loss.requires_grad
-        self._seen.append((microbatch, loss.detach()))
         self._check_kind(count)
         if count is None:
             if not self._knows_rows:
                 self._check_even(output)
             weight: Tensor | float = self._shares[microbatch]
             self._weights.append(self._shares[microbatch])
-            self._loss = _added_to(self._loss, loss.detach() * weight)
+            self._seen.append((microbatch, loss.detach() * self._shares[microbatch]))
         else:
             weight = count.detach().reshape(()) if isinstance(count, Tensor) else count
             self._counts.append(weight)
-            self._loss = _added_to(self._loss, loss.detach())
+            self._seen.append((microbatch, loss.detach().clone()))
         for name, metric in metrics.items():
             value, weights = self._metrics.get(name, (None, []))
             self._metrics[name] = (_added_to(value, _weighted(metric, weight)), [*weights, weight])
@@ -119,9 +118,16 @@ class BatchLoss:
     def means(self) -> Means:
         """What this rank has seen; no loss where it has computed none."""
         weights = self._counts or self._weights
-        loss = None if self._loss is None else Sum(self._loss, sum(map(float, weights)))
+        loss = Sum(self._total(), sum(map(float, weights))) if self._seen else None
         metrics = {name: Sum(value, sum(map(float, of))) for name, (value, of) in self._metrics.items()}
         return Means(loss, bool(self._counts), metrics)
+
+    def _total(self) -> Tensor:
+        total: Tensor | None = None
+        for _, loss in self._seen:
+            total = _added_to(total, loss)
+        assert total is not None, "some were seen"
+        return total
 
     def first_fault(self) -> int | None:
         """The first microbatch seen here whose loss is NaN or infinite; None where there is none."""

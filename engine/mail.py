@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from stagewright.engine.channels import channels_of
 from stagewright.engine.transport.contract import Channel, Kind, Receipt, Transport
-from stagewright.engine.value import Packed
+from stagewright.engine.value import Layout, Packed
 from stagewright.schedules import Program
 
 # (whether it is an activation, the stage that needs it, its microbatch)
@@ -27,7 +27,7 @@ class Mail:
         self._channels = channels_of(program)
         transport.open(tuple(self._channels.values()))
         self.later = 0  # by how much the addresses that were bound are lower than the real ones
-        self.num_bytes: dict[tuple[bool, int], int] = {}  # of the last message to each stage
+        self.layouts: dict[tuple[bool, int], Layout] = {}  # of the last message to each stage
         self._inbox: dict[Address, Receipt | Packed] = {}
         self._outbox: dict[Address, Packed] = {}
 
@@ -67,7 +67,7 @@ class Mail:
     def _send(self, bound: Address, channel: Channel) -> None:
         address = (bound[0], bound[1], bound[2] + self.later)
         packed = self._outbox.pop(address)
-        self.num_bytes[bound[:2]] = sum(tensor.nbytes for tensor in packed.tensors)
+        self.layouts[bound[:2]] = packed.layout
         self._transport.send(channel, packed, address[1], address[2])
 
     def _receive(self, bound: Address, channel: Channel) -> None:

@@ -8,6 +8,8 @@ how the model was cut into stages has a method ``seed_microbatch(number)``; it i
 ``seed_of(seed, step, microbatch)`` before each forward.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Final
 
@@ -57,6 +59,15 @@ class Seeds:
         for generator in self._generators:
             generator.manual_seed(number)
         return seed_of(self._seed, step, microbatch)
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Inside the context, give the caller's generators back for a while."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
 
     def __enter__(self) -> "Seeds":
         self._states = [generator.get_state() for generator in self._generators]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from stagewright.engine.loss import BatchLoss
 from stagewright.engine.recorder import Moment
-from stagewright.engine.value import Value
+from stagewright.engine.value import Layout, Value
 
 
 class Run:
@@ -40,4 +40,4 @@ class Run:
         self.later_microbatches, self.later_versions = shift
         self.outputs: dict[int, Value] = {}
         self.times: list[tuple[Moment, Moment]] = []  # start and end of each instruction
-        self.num_bytes: dict[tuple[bool, int], int] = {}  # (whether activation, stage that needs it) -> of a message
+        self.layouts: dict[tuple[bool, int], Layout] = {}  # (whether activation, stage that needs it) -> of a message

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
@@ -82,6 +82,7 @@ class Stage:
         self._num_kept = num_kept
         self._pending: dict[int, Deferred] = {}
         self._has_told = False
+        self._anchor = torch.empty(0, requires_grad=True)
         self._frozen = [(name, weight) for name, weight in module.named_parameters() if not weight.requires_grad]
 
     def check_frozen(self) -> None:
@@ -123,7 +124,8 @@ class Stage:
         if not torch.is_grad_enabled():
             return body(*received.tensors)
         differentiable = received.layout.differentiable
-        boundary = Boundary([tensor for tensor, wanted in zip(received.tensors, differentiable) if wanted])
+        wanted_ones = [tensor for tensor, wanted in zip(received.tensors, differentiable) if wanted]
+        boundary = Boundary(wanted_ones, self._anchor)
         stashed = Stashed(boundary, Deferred() if self._splits_backward else None)
         self.stash[microbatch] = stashed
         entered = iter(boundary.enter())
@@ -145,18 +147,15 @@ class Stage:
         packed = pack(output, f"stage {self.index}")
         check_crossing(packed, f"stage {self.index}")
         if torch.is_grad_enabled():
-            roots = [get_gradient_edge(tensor) for tensor in packed.tensors if tensor.requires_grad]
-            self.stash[microbatch].roots = roots
-        return Packed(packed.layout, [tensor.detach() for tensor in packed.tensors])
+            self.stash[microbatch].roots = [_edge(tensor) for tensor in packed.tensors if tensor.requires_grad]
+        return packed
 
     def end_with(self, microbatch: int, loss: Tensor, gradient: float) -> None:
         """Stash the loss as the place where the backward starts, and the gradient to start with."""
         if torch.is_grad_enabled():
             stashed = self.stash[microbatch]
-            # A scale that is too large for the type of the loss is an overflow like any other, and no error.
-            start = torch.full_like(loss, gradient, dtype=torch.float64).to(loss.dtype)
-            stashed.gradients = [start] if loss.requires_grad else []
-            stashed.roots = [get_gradient_edge(loss)] if loss.requires_grad else []
+            stashed.gradients = [_filled_like(loss, gradient)] if loss.requires_grad else []
+            stashed.roots = [_edge(loss)] if loss.requires_grad else []
 
     def backward(self, microbatch: int, gradients: Gradients | None, version: int = 0, update: int = 0) -> Gradients:
         """dx, dw = gradients of the stash at dy; weights.grad += dw; drop the stash."""
@@ -185,7 +184,7 @@ class Stage:
         if reached:
             watch = Watch(self.module) if deferred is not None and not self._has_told else None
             with _deferring(deferred), deferred or nullcontext():
-                torch.autograd.backward([root for root, _ in reached], [dy for _, dy in reached])
+                _run_backward(*zip(*reached))
             if watch is not None:
                 self._tell(watch.grown())
         if deferred is not None:
@@ -242,6 +241,32 @@ class _Body:
         """The same where what the module changes in place must still be there the second time, in the backward."""
         with nullcontext() if deferred is None else deferred.paused():
             return self(*(tensor.clone() for tensor in tensors))
+
+
+def _edge(tensor: Tensor) -> GradientEdge:
+    """Where the gradient of a tensor enters its graph."""
+    node = tensor.grad_fn
+    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+
+
+def _run_backward(roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """What ``torch.autograd.backward`` does, without the checks that it makes in Python and autograd makes again."""
+    _engine_run_backward(
+        roots,
+        gradients,
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def _filled_like(loss: Tensor, gradient: float) -> Tensor:
+    """The gradient to start with; one too large for the loss's type is an overflow like any other, and no error."""
+    if gradient == 1.0 or loss.dtype is torch.float64:
+        return torch.full_like(loss, gradient)
+    return torch.full_like(loss, gradient, dtype=torch.float64).to(loss.dtype)
 
 
 def _deferring(deferred: Deferred | None) -> AbstractContextManager[object]:

@@ -11,6 +11,7 @@ from typing import Final
 from stagewright.engine.recorder import Moment, recorder_of
 from stagewright.engine.run import Run
 from stagewright.engine.transport.contract import Transport
+from stagewright.engine.value import Layout
 from stagewright.schedules import Costs, Program, Timeline
 from stagewright.schedules.instructions import Overlap
 
@@ -70,12 +71,12 @@ class Recorded:
     Args:
         program: what ran.
         times: start and end of each instruction of this rank.
-        num_bytes: of a message, by whether it is an activation and the stage that needs it.
+        layouts: of a message, by whether it is an activation and the stage that needs it.
     """
 
     program: Program
     times: Sequence[tuple[Moment, Moment]]
-    num_bytes: Mapping[tuple[bool, int], int]
+    layouts: Mapping[tuple[bool, int], Layout]
 
 
 class History:
@@ -96,7 +97,7 @@ class History:
         """Keep what was noted of a step, and nothing else of it."""
         if self._num_added == 1:
             self._kept.clear()
-        self._kept.append(Recorded(program, run.times, run.num_bytes))
+        self._kept.append(Recorded(program, run.times, run.layouts))
         self._num_added += 1
 
     def last(self, num_steps: int) -> list[Recorded]:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -41,6 +42,11 @@ class Layout:
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
     differentiable: tuple[bool, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(dtype.itemsize * prod(shape) for dtype, shape in zip(self.dtypes, self.shapes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +204,7 @@ def read_layout(text: bytes) -> Layout:
         ValueError: the text is no layout, or one that does not hang together.
     """
     try:
-        skeleton, names, shapes, differentiable = json.loads(text)
+        skeleton, names, shapes, differentiable = json.loads(text.decode())
         layout = Layout(
             _checked_skeleton(skeleton, len(names)),
             tuple(_DTYPES[name] for name in names),

@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias, get_args
 
 import torch
 
+from stagewright.engine.progress import Progress
 from stagewright.engine.value import Layout, Packed
 
 Kind: TypeAlias = Literal["activation", "gradient", "replica", "tied", "gather", "scalars"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 # source, destination, kind: what tells one channel from another
 Line: TypeAlias = tuple[int, int, Kind]
@@ -102,6 +104,23 @@ class Transport(Protocol):
         """The transport that carries small things from host to host: this one itself, where tensors live there too."""
         ...
 
+    @property
+    def progress(self) -> Progress:
+        """Where this rank is in its program, for the others to see."""
+        ...
+
+    def set_timeout(self, seconds: float) -> None:
+        """After so many seconds without progress a rank that waits finds out who keeps it waiting, and fails."""
+        ...
+
+    def begin_batch(self) -> None:
+        """Note that this rank begins one more batch, where batches follow each other without a flush."""
+        ...
+
+    def drain(self) -> None:
+        """Let the others know that this rank ends the batches in flight before it begins another."""
+        ...
+
     def open(self, channels: Sequence[Channel]) -> None:
         """Make ready the channels of a program, those of all ranks; every rank calls this alike."""
         ...
@@ -128,6 +147,10 @@ class Transport(Protocol):
 
     def abort(self, reason: str) -> None:
         """Tell the other ranks, where that is possible, that this one has failed and why."""
+        ...
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one has returned, in good order: who waits for it does so in vain."""
         ...
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ A frame is a fixed, checked header (what it is, whose message, the lengths), the
 each aligned so that the receiver uses them where they lie. Nothing in it is ever executed.
 """
 
+import ctypes
 import struct
 import zlib
 from collections.abc import Sequence
@@ -35,28 +36,36 @@ class Plan:
 
     Args:
         layout, text, crc: the layout, as it is written, and the checksum of that.
-        offsets: of each tensor, in elements of its own.
-        strides: of each tensor.
+        places: where each tensor begins, and its size, in bytes.
         num_bytes: of the whole frame.
     """
 
     layout: Layout
     text: bytes
     crc: int
-    offsets: Sequence[int]
-    strides: Sequence[tuple[int, ...]]
+    places: Sequence[tuple[int, int]]
     num_bytes: int
 
-    def tensors(self, frame: Tensor) -> list[Tensor]:
+    def tensors(self, buffer: memoryview) -> list[Tensor]:
         """The tensors where they lie in a frame.
 
-        They share its memory, but not its version counter: what is done in place to one of them does not make
-        autograd think that the others have changed too.
+        They share its memory, but not a version counter: what is done in place to one of them does not make autograd
+        think that the others have changed too.
         """
-        memory = frame.untyped_storage()
+        layout = self.layout
         return [
-            torch.empty(0, dtype=dtype).set_(memory, offset, shape, stride)
-            for dtype, shape, offset, stride in zip(self.layout.dtypes, self.layout.shapes, self.offsets, self.strides)
+            torch.frombuffer(buffer, dtype=dtype, count=size // dtype.itemsize, offset=start).view(shape)
+            if size
+            else torch.empty(shape, dtype=dtype)
+            for dtype, shape, (start, size) in zip(layout.dtypes, layout.shapes, self.places)
+        ]
+
+    def views(self, frame: Tensor) -> list[Tensor]:
+        """The same as views of a tensor: only then does the allocator of pinned memory know of a copy under way."""
+        layout = self.layout
+        return [
+            frame[start : start + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+            for dtype, shape, (start, size) in zip(layout.dtypes, layout.shapes, self.places)
         ]
 
 
@@ -75,31 +84,32 @@ class FrameCodec:
 
     def write(self, packed: Packed, stage: int, microbatch: int) -> Tensor:
         """A message as one uint8 tensor."""
-        plan = self._by_layout.get(packed.layout) or self._remember(packed.layout, write_layout(packed.layout))
+        plan = self.plan(packed.layout)
         frame = self.empty(plan.num_bytes)
-        _write_head(frame, MESSAGE, stage, microbatch, plan.text, plan.crc)
-        for tensor, place in zip(packed.tensors, plan.tensors(frame)):
-            place.copy_(tensor.detach())
+        self.fill(frame.numpy().data, frame.data_ptr(), plan, packed, stage, microbatch)
         return frame
+
+    def plan(self, layout: Layout) -> Plan:
+        """Where everything will lie in the frame of a message."""
+        return self._by_layout.get(layout) or self._remember(layout, write_layout(layout))
 
     def write_failure(self, reason: str) -> Tensor:
         """The news that this rank has failed, in the place of a message, cut short where it is long."""
         text = reason.encode()[: FIRST_CAPACITY - HEADER_SIZE]
         frame = self.empty(HEADER_SIZE + len(text))
-        _write_head(frame, FAILURE, -1, -1, text, zlib.crc32(text))
+        _write_head(frame.numpy().data, FAILURE, -1, -1, text, zlib.crc32(text))
         return frame
 
     def empty(self, num_bytes: int) -> Tensor:
         """Memory for a frame, from which a GPU can copy by itself where there is one."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
 
-    def num_bytes(self, head: Tensor, source: int) -> int:
+    def num_bytes(self, buffer: memoryview, source: int) -> int:
         """The length of the whole frame whose beginning has arrived.
 
         Raises:
             ValueError: this is not the beginning of a frame; the sending rank is named.
         """
-        buffer = head.numpy().data
         kind, _, _, text_length, _, num_bytes = _FIELDS.unpack_from(buffer)
         (checksum,) = _CHECKSUM.unpack_from(buffer, _FIELDS.size)
         if kind not in (MESSAGE, FAILURE) or checksum != zlib.crc32(buffer[: _FIELDS.size]):
@@ -122,14 +132,40 @@ class FrameCodec:
         frame[: head.numel()] = head
         return frame
 
-    def read(self, frame: Tensor, stage: int, microbatch: int, source: int) -> Packed:
+    def fill(self, buffer: memoryview, address: int, plan: Plan, packed: Packed, stage: int, microbatch: int) -> None:
+        """Write a message.
+
+        Args:
+            buffer: for the frame.
+            address: where that begins.
+            plan: of the message's layout.
+            packed: the message.
+            stage, microbatch: whose it is.
+        """
+        _write_head(buffer, MESSAGE, stage, microbatch, plan.text, plan.crc)
+        if self._pinned:
+            for tensor, place in zip(packed.tensors, plan.tensors(buffer)):
+                place.copy_(tensor.detach())
+            return
+        # Bytes are moved as such: an operation of torch costs more than a small message, above all after a pause.
+        for tensor, (start, size) in zip(packed.tensors, plan.places):
+            if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+                tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            ctypes.memmove(address + start, tensor.data_ptr(), size)
+
+    def read(self, buffer: memoryview, stage: int, microbatch: int, source: int, frame: Tensor | None = None) -> Packed:
         """The message in a whole frame, whose beginning ``num_bytes`` has checked; its tensors are views of the frame.
+
+        Args:
+            buffer: the frame.
+            stage, microbatch: whose message is expected.
+            source: the sending rank.
+            frame: the same memory, where it is pinned for a GPU to copy from.
 
         Raises:
             ValueError: the frame is damaged, or is another message than the one expected; the sending rank is named.
             PeerError: there is no message, because the sending rank has failed.
         """
-        buffer = frame.numpy().data
         kind, sent_stage, sent_microbatch, text_length, crc, num_bytes = _FIELDS.unpack_from(buffer)
         text = bytes(buffer[HEADER_SIZE : HEADER_SIZE + text_length])
         if zlib.crc32(text) != crc:
@@ -143,9 +179,9 @@ class FrameCodec:
             )
         try:
             plan = self._by_text.get(text) or self._remember(read_layout(text), text)
-            if not plan.num_bytes == num_bytes <= frame.numel():
+            if not plan.num_bytes == num_bytes <= len(buffer):
                 raise ValueError(f"it has {num_bytes} bytes, but describes {plan.num_bytes}")
-            tensors = plan.tensors(frame)
+            tensors = plan.views(frame) if self._pinned and frame is not None else plan.tensors(buffer)
         except (ValueError, RuntimeError, TypeError, OverflowError) as error:  # torch's words for absurd shapes
             raise ValueError(f"a message from rank {source} cannot be read: {error}") from error
         if self._pinned:
@@ -156,28 +192,18 @@ class FrameCodec:
         if len(self._by_text) >= _MAX_KNOWN:  # ever changing shapes must not pile up
             self._by_layout.clear()
             self._by_text.clear()
-        offsets, strides = [], []
+        places = []
         end = HEADER_SIZE + len(text)
         for dtype, shape in zip(layout.dtypes, layout.shapes):
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + dtype.itemsize * prod(shape)
-            offsets.append(start // dtype.itemsize)
-            strides.append(_strides(shape))
-        plan = Plan(layout, text, zlib.crc32(text), offsets, strides, end)
+            places.append((start, end - start))
+        plan = Plan(layout, text, zlib.crc32(text), places, end)
         self._by_layout[layout] = self._by_text[text] = plan
         return plan
 
 
-def _write_head(frame: Tensor, kind: int, stage: int, microbatch: int, text: bytes, crc: int) -> None:
-    fields = _FIELDS.pack(kind, stage, microbatch, len(text), crc, frame.numel())
+def _write_head(buffer: memoryview, kind: int, stage: int, microbatch: int, text: bytes, crc: int) -> None:
+    fields = _FIELDS.pack(kind, stage, microbatch, len(text), crc, len(buffer))
     head = fields + _CHECKSUM.pack(zlib.crc32(fields)) + text
-    frame.numpy().data[: len(head)] = head
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a tensor whose elements lie one after the other."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    buffer[: len(head)] = head

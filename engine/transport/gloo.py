@@ -1,53 +1,118 @@
-"""Gloo: ranks as processes that exchange frames over a torch.distributed process group on CPUs."""
+"""Gloo: ranks as processes that exchange frames, over a torch.distributed process group or in shared memory."""
 
 import atexit
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
 from typing import Final, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stagewright.engine.errors import PeerError
+from stagewright.engine.control import Control
+from stagewright.engine.errors import PeerError, returned
+from stagewright.engine.progress import Progress
 from stagewright.engine.transport.capacity import Capacity
-from stagewright.engine.transport.contract import OCCUPIED, Channel, Kind, Line, Receipt, Session, Transport
+from stagewright.engine.transport.contract import KINDS, OCCUPIED, Channel, Line, Receipt, Session, Transport
 from stagewright.engine.transport.frame import FrameCodec
+from stagewright.engine.transport.neighbourhood import connect_neighbours
+from stagewright.engine.transport.shared import MAX_UNDER_WAY, SharedLine
 from stagewright.engine.value import Packed, pack
 
-_TAGS: Final[dict[Kind, int]] = {"activation": 0, "gradient": 1, "replica": 2, "tied": 3, "gather": 4, "scalars": 5}
-# Frames of a channel that may be under way before a send waits for the oldest of them to be taken.
-_MAX_UNDER_WAY: Final = 8
 # Tags of one channel: one for what arrives whole, the others in turn for rests.
 _NUM_TAGS: Final = 1024
+# Others look whether a rank waits for too long (see ``control``); a time-out of gloo's own names whoever comes next.
+_NO_END: Final = timedelta(days=365)
+_AT_ONCE: Final = timedelta(milliseconds=1)
+# No channel has a tag as high as this.
+_HIGHEST_TAG: Final = 2**31 - 1
 
 
-class _Line:
-    """One channel as this rank sees it.
+class GlooLine:
+    """One channel between two hosts as this rank sees it.
 
     Args:
         channel: its ends, kind and depth.
+        transport: whose it is.
         number: of the transport, among those of its group.
     """
 
-    def __init__(self, channel: Channel, number: int) -> None:
+    def __init__(self, channel: Channel, transport: "GlooTransport", number: int) -> None:
         self.channel = channel
-        self.tag = (number * len(_TAGS) + _TAGS[channel.kind]) * _NUM_TAGS
+        self.tag = (number * len(KINDS) + KINDS.index(channel.kind)) * _NUM_TAGS
         self.capacity = Capacity()
-        self.num_messages = 0
         self.awaited: dict[int, dist.Work] = {}
-        self.under_way: deque[list[dist.Work]] = deque()
+        self._transport = transport
+        self._num_messages = 0
+        self._under_way: deque[list[dist.Work]] = deque()
+
+    @property
+    def num_awaited(self) -> int:
+        """Receives that were posted and not waited for."""
+        return len(self.awaited)
+
+    def begin(self) -> None:
+        """Count messages from zero."""
+        self.capacity.begin()
+        self._num_messages = 0
+
+    def send(self, packed: Packed, stage: int, microbatch: int) -> None:
+        """Send one frame, and what exceeds the posted receive in a second message."""
+        transport, channel = self._transport, self.channel
+        frame = transport.codec.write(packed, stage, microbatch)
+        index, self._num_messages = self._num_messages, self._num_messages + 1
+        capacity = self.capacity.of(index, channel.depth)
+        self.capacity.saw(index, frame.numel())
+        works = [transport.put(frame[:capacity], channel.destination, self.tag)]
+        if frame.numel() > capacity:
+            works.append(transport.put(frame[capacity:], channel.destination, self.tag_of_rest(index)))
+        self._under_way.append(works)
+        if len(self._under_way) > MAX_UNDER_WAY:
+            self._finish_oldest()
+
+    def post(self, stage: int, microbatch: int) -> Receipt:
+        """Post a receive of the channel's capacity."""
+        index, self._num_messages = self._num_messages, self._num_messages + 1
+        return _GlooReceipt(self._transport, self, index, stage, microbatch)
+
+    def end(self) -> None:
+        """Wait for every send that is still under way."""
+        while self._under_way:
+            self._finish_oldest()
+
+    def tell(self, reason: str) -> None:
+        """Send the news of a failure in the place of the next message."""
+        transport = self._transport
+        if self.channel.source == transport.rank:
+            news = [transport.codec.write_failure(reason)]
+            with suppress(RuntimeError):  # that rank may be the one that has gone
+                self._under_way.append([transport.group.send(news, self.channel.destination, self.tag)])
+
+    def see_off(self) -> None:
+        """Let what is on its way outlive this line.
+
+        A send that is released before it was taken never arrives, and a message whose receive was released stops all
+        that comes from that rank after it, while a thread of gloo's turns round on it.
+        """
+        works = [*(work for works in self._under_way for work in works), *self.awaited.values()]
+        if works:
+            atexit.register(works.clear)
 
     def tag_of_rest(self, index: int) -> int:
         """A tag for what exceeds the receive of the index-th frame: rests are fetched in the order of need."""
         return self.tag + 1 + index % (_NUM_TAGS - 1)
 
+    def _finish_oldest(self) -> None:
+        for work in self._under_way.popleft():
+            self._transport.wait_for(work, self.channel.destination)
+
 
 class _GlooReceipt:
     __slots__ = ("_frame", "_index", "_line", "_microbatch", "_stage", "_transport", "_work")
 
-    def __init__(self, transport: "GlooTransport", line: _Line, index: int, stage: int, microbatch: int) -> None:
+    def __init__(self, transport: "GlooTransport", line: GlooLine, index: int, stage: int, microbatch: int) -> None:
         self._transport, self._line, self._index = transport, line, index
         self._stage, self._microbatch = stage, microbatch
         self._frame = transport.codec.empty(line.capacity.of(index, line.channel.depth))
@@ -58,40 +123,59 @@ class _GlooReceipt:
         """Block until the whole frame is there."""
         transport, line, source = self._transport, self._line, self._line.channel.source
         transport.wait_for(self._work, source)
-        num_bytes = transport.codec.num_bytes(self._frame, source)
-        line.capacity.saw(self._index, num_bytes)
         frame = self._frame
+        buffer = frame.numpy().data
+        num_bytes = transport.codec.num_bytes(buffer, source)
+        line.capacity.saw(self._index, num_bytes)
         if num_bytes > frame.numel():
             frame = transport.codec.enlarged(frame, num_bytes, source)
+            buffer = frame.numpy().data
             rest = transport.receive(frame[self._frame.numel() :], source, line.tag_of_rest(self._index))
             transport.wait_for(rest, source)
         del line.awaited[self._index]
         try:
-            return transport.codec.read(frame, self._stage, self._microbatch, source)
+            return transport.codec.read(buffer, self._stage, self._microbatch, source, frame)
         except PeerError as error:
             transport.abort(str(error))  # pass it on: others may wait for this rank
             raise
 
 
 class GlooTransport:
-    """Frames over a gloo process group; one block of bytes a message, nothing pickled.
+    """Frames between processes; one block of bytes a message, nothing pickled.
+
+    Ranks on different hosts exchange them over gloo, those on one host through memory that they share.
 
     Args:
         group: the process group of the pipeline's ranks; the default group where left out.
-        device: where the tensors live; those of a GPU travel through pinned host memory, which also serves ranks
-            that share one GPU.
+        device: where the tensors live; those of a GPU travel through pinned host memory and gloo, which also serves
+            ranks that share one GPU.
+        shares_memory: whether ranks on one host do; all ranks say the same.
+        is_watched: whether the ranks learn of each other's failures over a channel of its own; all say the same.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        *,
+        shares_memory: bool = True,
+        is_watched: bool = True,
+    ) -> None:
         self.group = group or dist.distributed_c10d._get_default_group()
         self.rank: int = self.group.rank()
         self.num_ranks: int = self.group.size()
         self.device = device or torch.device("cpu")
         self.baton: AbstractContextManager[object] = nullcontext()
         self.codec = FrameCodec(self.device)
-        # Several transports of one group, made in one order on all ranks, keep apart by their tags.
+        # Several transports of one group, made in one order on all ranks, keep apart by their number.
         self._number: int = self.group.get_group_store().add(f"stagewright transports of rank {self.rank}", 1)
-        self._lines: dict[Line, _Line] = {}
+        near = shares_memory and self.device.type == "cpu" and self.num_ranks > 1
+        self._neighbours = connect_neighbours(self.group, self._number) if near else {}
+        self._control = Control(self.group, self._number, self) if is_watched and self.num_ranks > 1 else None
+        self.progress = Progress(self.rank) if self._control is None else self._control.progress
+        for neighbour in self._neighbours.values():
+            neighbour.control, neighbour.progress = self._control, self.progress
+        self._lines: dict[Line, GlooLine | SharedLine] = {}
         self._num_gathers = 0
         self._failure: str | None = None
         for other in range(1, self.num_ranks):
@@ -102,55 +186,61 @@ class GlooTransport:
         """This one."""
         return self
 
+    @property
+    def failure(self) -> str | None:
+        """Why the pipeline cannot go on, as soon as this is known, whatever the rank does meanwhile."""
+        return self._failure if self._control is None else self._control.failure
+
+    def set_timeout(self, seconds: float) -> None:
+        """For the control channel; that of the process group where this is not called."""
+        if self._control is not None:
+            self._control.timeout = seconds
+
+    def begin_batch(self) -> None:
+        """Note it."""
+        if self._control is not None:
+            self._control.begin_batch()
+
+    def drain(self) -> None:
+        """Tell the others over the control channel."""
+        if self._control is not None:
+            self._control.drain()
+
     def open(self, channels: Sequence[Channel]) -> None:
-        """Note the channels of this rank; gloo connects any two ranks by itself."""
+        """Note the channels of this rank; all ranks are connected."""
         for channel in channels:
             if self.rank in (channel.source, channel.destination):
                 self._line(channel)
 
     def begin(self, session: Session) -> None:
-        """Start a run: every channel counts its messages from zero.
+        """Start a run.
 
         Raises:
             PeerError: a rank has failed before.
             ValueError: another pipeline has something in flight here.
         """
+        if self._failure is None and self.failure is not None:
+            self.abort(self.failure)
+            raise PeerError(self.failure)
         if self._failure is not None:
             raise PeerError(f"the pipeline cannot go on after a failure: {self._failure}")
-        if any(line.awaited for line in self._lines.values()):
+        if any(line.num_awaited for line in self._lines.values()):
             raise ValueError(OCCUPIED)
         for line in self._lines.values():
-            line.capacity.begin()
-            line.num_messages = 0
+            line.begin()
 
     def send(self, channel: Channel, packed: Packed, stage: int, microbatch: int) -> None:
-        """Send one frame, and what exceeds the posted receive in a second message."""
-        line = self._line(channel)
-        frame = self.codec.write(packed, stage, microbatch)
-        index, line.num_messages = line.num_messages, line.num_messages + 1
-        capacity = line.capacity.of(index, channel.depth)
-        line.capacity.saw(index, frame.numel())
-        try:
-            works = [self.group.send([frame[:capacity]], channel.destination, line.tag)]
-            if frame.numel() > capacity:
-                works.append(self.group.send([frame[capacity:]], channel.destination, line.tag_of_rest(index)))
-        except RuntimeError as error:
-            self._lost(channel.destination, error)
-        line.under_way.append(works)
-        if len(line.under_way) > _MAX_UNDER_WAY:
-            self._finish_oldest(line)
+        """Send one frame."""
+        self._line(channel).send(packed, stage, microbatch)
 
     def post(self, channel: Channel, stage: int, microbatch: int) -> Receipt:
-        """Post a receive of the channel's capacity."""
-        line = self._line(channel)
-        index, line.num_messages = line.num_messages, line.num_messages + 1
-        return _GlooReceipt(self, line, index, stage, microbatch)
+        """Post the receive of the next frame."""
+        return self._line(channel).post(stage, microbatch)
 
     def end(self) -> None:
-        """Wait for every send that is still under way."""
+        """Wait for every send that needs this rank to arrive."""
         for line in self._lines.values():
-            while line.under_way:
-                self._finish_oldest(line)
+            line.end()
 
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes: all to the first rank, and from there to all."""
@@ -166,71 +256,103 @@ class GlooTransport:
             self.send(_gathering(self.rank, first), pack(own, f"rank {self.rank}", "data"), 0, turn)
             letters = self.post(_gathering(first, self.rank), 0, turn).wait()
         for line in self._lines.values():
-            while line.channel.kind == "gather" and line.under_way:
-                self._finish_oldest(line)
+            if line.channel.kind == "gather":
+                line.end()
         return [bytes(letter.cpu().numpy().data) for letter in letters.tensors]
 
     def abort(self, reason: str) -> None:
         """Send the news in the place of the next message on every channel; the first reason counts."""
+        if self._control is not None:
+            self._control.tell(reason)
+        self._tell(reason)
+
+    def leave(self) -> None:
+        """Send word in the place of the next message on every channel, and over the control channel."""
+        if self._control is not None:
+            self._control.leave()
+        self._tell(returned(self.rank, self.progress.num_batches, self.progress.replica))
+
+    def hear(self, pending: Collection[int], awaited: int | None) -> str | None:
+        """What the control channel knows."""
+        return None if self._control is None else self._control.hear(pending, awaited)
+
+    def _tell(self, reason: str) -> None:
         if self._failure is not None or self.num_ranks == 1:
             return
         self._failure = reason
-        last_words: list[dist.Work] = []
+        for neighbour in self._neighbours.values():
+            neighbour.tell(reason)
         for line in self._lines.values():
-            if line.channel.source == self.rank:
-                news = [self.codec.write_failure(reason)]
-                with suppress(RuntimeError):  # that rank may be the one that has gone
-                    last_words.append(self.group.send(news, line.channel.destination, line.tag))
-        self._see_off(last_words)
+            line.tell(reason)
+            line.see_off()
 
     def close(self) -> None:
-        """Release nothing but this transport's own memory: the process group belongs to whoever made it."""
-        self._see_off([])
+        """Let what is on its way outlive this transport, which another pipeline may use again; the process group
+        belongs to whoever made it.
+        """
+        for line in self._lines.values():
+            line.see_off()
+
+    def hang_up(self) -> None:
+        """Let nobody wait for a neighbour any more; called by the thread of the control channel."""
+        for neighbour in self._neighbours.values():
+            neighbour.hang_up()
+
+    def break_off(self) -> None:
+        """Let nobody wait in gloo any more: after a time-out all operations of its group fail; called by that thread.
+
+        There is no other way to wake a thread that waits there.
+        """
+        other = (self.rank + 1) % self.num_ranks
+        with suppress(RuntimeError):
+            self.group.recv([torch.empty(1, dtype=torch.uint8)], other, _HIGHEST_TAG).wait(_AT_ONCE)
+
+    def put(self, data: Tensor, destination: int, tag: int) -> dist.Work:
+        """Send bytes over gloo."""
+        try:
+            return self.group.send([data], destination, tag)
+        except RuntimeError as error:
+            self._lost(destination, error)
 
     def receive(self, data: Tensor, source: int, tag: int) -> dist.Work:
-        """Post a receive of bytes."""
+        """Post a receive of bytes over gloo."""
         try:
             return self.group.recv([data], source, tag)
         except RuntimeError as error:
             self._lost(source, error)
 
     def wait_for(self, work: dist.Work, other: int) -> None:
-        """Block until something is sent to, or received from, another rank.
+        """Block until something is sent to, or received from, another rank over gloo.
 
         Raises:
             PeerError: that rank has gone.
         """
+        self.progress.await_rank(other)
         try:
-            work.wait()
+            work.wait(_NO_END)
         except RuntimeError as error:
             self._lost(other, error)
-
-    def _see_off(self, last_words: list[dist.Work]) -> None:
-        """Let what is on its way outlive this transport.
-
-        A send that is released before it was taken never arrives, and a message whose receive was released stops all
-        that comes from that rank after it, while a thread of gloo's turns round on it.
-        """
-        lines = self._lines.values()
-        under_way = [work for line in lines for works in line.under_way for work in works]
-        awaited = [work for line in lines for work in line.awaited.values()]
-        if under_way or awaited or last_words:
-            atexit.register([*under_way, *awaited, *last_words].clear)
-
-    def _finish_oldest(self, line: _Line) -> None:
-        for work in line.under_way.popleft():
-            self.wait_for(work, line.channel.destination)
+        finally:
+            self.progress.awaits_nobody()
 
     def _lost(self, other: int, error: RuntimeError) -> NoReturn:
         """Every RuntimeError of gloo, whatever it says, means that there is no way to go on with that rank."""
-        reason = f"rank {other} has gone, or the connection to it ({error})"
+        detail = f" ({error})"
+        reason = f"rank {other} has gone, or the connection to it{detail}"
+        if self._control is not None:
+            reason = self._control.reason(other, detail)
         self.abort(reason)
         raise PeerError(reason) from error
 
-    def _line(self, channel: Channel) -> _Line:
+    def _line(self, channel: Channel) -> GlooLine | SharedLine:
         line = self._lines.get(channel.line)
         if line is None:
-            line = self._lines[channel.line] = _Line(channel, self._number)
+            neighbour = self._neighbours.get(channel.destination if channel.source == self.rank else channel.source)
+            if neighbour is None:
+                line = GlooLine(channel, self, self._number)
+            else:
+                line = SharedLine(channel, neighbour, self.codec, self.abort)
+            self._lines[channel.line] = line
         line.channel = channel
         return line
 

@@ -92,10 +92,10 @@ def assert_same_value(ours: Any, theirs: Any) -> None:
 def read(codec: FrameCodec, frame: Tensor, stage: int = 2, microbatch: int = 5) -> Any:
     """As the transport does: the length of the head first, then the whole."""
     head = frame if frame.numel() >= HEADER_SIZE else torch.cat([frame, torch.zeros(HEADER_SIZE, dtype=torch.uint8)])
-    num_bytes = codec.num_bytes(head, SOURCE)
+    num_bytes = codec.num_bytes(head.numpy().data, SOURCE)
     if num_bytes > head.numel():
         head = codec.enlarged(head, num_bytes, SOURCE)
-    return codec.read(head, stage, microbatch, SOURCE)
+    return codec.read(head.numpy().data, stage, microbatch, SOURCE)
 
 
 @given(values)
@@ -135,7 +135,7 @@ def test_tensors_stay_where_they_lie() -> None:
     codec = FrameCodec(CPU)
     frame = codec.write(pack([torch.ones(3), torch.ones(5, dtype=torch.float64)], "stage 1"), 2, 5)
     for tensor in read(codec, frame).tensors:
-        assert tensor.untyped_storage().data_ptr() == frame.untyped_storage().data_ptr()
+        assert 0 < tensor.data_ptr() - frame.data_ptr() < frame.numel()
         assert tensor.data_ptr() % 64 == 0
 
 

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from exchange import begin_in_flight, count_frames, exchange, gather_much, interleave
+from exchange import begin_in_flight, count_frames, count_slots, exchange, gather_much, interleave
 from launching import launch_on
 
 # Elements of eight bytes; the first receive of a channel is of 4096 bytes.
@@ -19,35 +19,42 @@ RUNS = {
     "many runs": [(2, [size, 10 * size]) for size in range(0, 3000, 100)],
 }
 
+KINDS = pytest.mark.parametrize("kind", ["gloo", "shared"])
 
+
+@KINDS
 @pytest.mark.parametrize("name", RUNS)
-def test_messages_of_any_size_arrive(name: str) -> None:
-    assert launch_on("gloo", exchange, 2, (RUNS[name], 0)) == [[], []]
+def test_messages_of_any_size_arrive(name: str, kind: str) -> None:
+    assert launch_on("gloo", exchange, 2, (kind, RUNS[name], 0)) == [[], []]
 
 
+@KINDS
 @pytest.mark.parametrize("seed", range(8))
-def test_messages_of_random_sizes_arrive_in_whatever_order_they_are_taken(seed: int) -> None:
+def test_messages_of_random_sizes_arrive_in_whatever_order_they_are_taken(seed: int, kind: str) -> None:
     choices = random.Random(seed)
     runs = [
         (choices.randint(1, 7), [choices.choice([0, 3, 500, 512, 4000, 60_000]) for _ in range(choices.randint(0, 30))])
         for _ in range(10)
     ]
-    assert launch_on("gloo", exchange, 2, (runs, seed)) == [[], []]
+    assert launch_on("gloo", exchange, 2, (kind, runs, seed)) == [[], []]
 
 
-def test_gather_gives_every_rank_all_bytes_in_order() -> None:
+@KINDS
+def test_gather_gives_every_rank_all_bytes_in_order(kind: str) -> None:
     sizes = [0, 1, 10, 5000, 200_000, 0, 3]
     expected = [[bytes([rank]) * (size if rank % 2 else 2 * size) for rank in range(4)] for size in sizes]
-    assert launch_on("gloo", gather_much, 4, (sizes,)) == [expected] * 4
+    assert launch_on("gloo", gather_much, 4, (kind, sizes)) == [expected] * 4
 
 
-def test_two_transports_of_one_group_do_not_mix_their_messages() -> None:
+@KINDS
+def test_two_transports_of_one_group_do_not_mix_their_messages(kind: str) -> None:
     """The larger message would abort the process if it met the other one's receive."""
-    assert launch_on("gloo", interleave, 2) == [[], [list(range(10_000)), list(range(3))]]
+    assert launch_on("gloo", interleave, 2, (kind,)) == [[], [list(range(10_000)), list(range(3))]]
 
 
-def test_a_run_does_not_begin_while_another_is_in_flight() -> None:
-    _, told = launch_on("gloo", begin_in_flight, 2)
+@KINDS
+def test_a_run_does_not_begin_while_another_is_in_flight(kind: str) -> None:
+    _, told = launch_on("gloo", begin_in_flight, 2, (kind,))
     assert "another pipeline has microbatches in flight on this transport: call its flush() before" in told
 
 
@@ -57,6 +64,14 @@ def test_receive_buffers_are_bounded_by_what_is_in_flight_and_not_by_m(num_ranks
     for of_few, of_many in zip(few, many):
         assert of_many.most_received == of_few.most_received
         assert of_many.left_received == 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_shared_memory_is_bounded_by_what_is_in_flight_and_not_by_m(num_ranks: int) -> None:
+    """Eight may have been sent and not taken, and those taken are in flight."""
+    for most, left in launch_on("gloo", count_slots, num_ranks, ("1f1b", 64)):
+        assert 0 < most <= 8 + num_ranks
+        assert left == 0
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
