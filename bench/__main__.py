@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from stagewright.bench import (
     asynchronous,
     bubble,
+    gpu,
     memory,
     overhead,
     prediction,
@@ -45,6 +46,7 @@ OTHERS: Final[Mapping[str, Callable[[Sequence[str]], int]]] = MappingProxyType(
         "split_backward": split_backward.main,
         "asynchronous": asynchronous.main,
         "staleness": staleness.main,
+        "gpu": gpu.main,
     }
 )
 FOLDER: Final = Path("build/bench")

@@ -6,7 +6,6 @@ where torch has it, and 1f1b also with a loop written by hand. Before each step 
 when the last rank is through. An asynchronous schedule has no such steps: there it is the steady time of a batch.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,15 +16,15 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stagewright.bench.command import run_bench
 from stagewright.bench.paired import Turn, take_turns, together
 from stagewright.bench.peers import TORCH_SCHEDULES, OneForwardOneBackwardLoop, TorchPeer, make_group, squared_error
 from stagewright.bench.prediction import interval, steps_of
-from stagewright.bench.report import Section, marked, print_section
-from stagewright.bench.stages import HalvedSleepStage, Sleep
+from stagewright.bench.report import Section, marked
+from stagewright.bench.stages import Begin, Clock, End, HalvedSleepStage
 from stagewright.cli.compare import create_for, share_of
 from stagewright.engine import Pipeline, RankContext, launch_local
 from stagewright.schedules import Costs, Schedule, ScheduleError, find, names, simulate
@@ -94,13 +93,7 @@ def num_chunks(schedule: Schedule) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the table; the exit code is 1 where a bar is missed."""
-    parser = argparse.ArgumentParser(prog="python -m stagewright.bench.bubble", description=__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of these schedules alone (default all there are)")
-    parser.add_argument("--steps", type=int, default=NUM_STEPS, metavar="N", help="of each way (default %(default)s)")
-    parsed = parser.parse_args(arguments)
-    section = measure(parsed.only, parsed.steps)
-    print_section(section, Console())
-    return int(section.misses > 0)
+    return run_bench("bubble", measure, arguments, description=__doc__, num_steps=NUM_STEPS, steps="of each way")
 
 
 def measure(
@@ -214,7 +207,7 @@ class TorchHalvedSleepStage(nn.Module):
     """The same for torch's way of splitting a backward: W is what lies between the weight and its use.
 
     Args:
-        forward_seconds, input_seconds, weight_seconds: for how long F, I and W sleep.
+        forward_seconds, input_seconds, weight_seconds: how long F, I and W take.
     """
 
     def __init__(self, forward_seconds: float, input_seconds: float, weight_seconds: float) -> None:
@@ -222,13 +215,31 @@ class TorchHalvedSleepStage(nn.Module):
         self.linear = nn.Linear(_WIDTH, _WIDTH)
         self.seconds = (forward_seconds, input_seconds)
         self.weight_seconds = weight_seconds
+        self.anchor = torch.zeros(0, requires_grad=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Sleep, and let both halves of the backward sleep."""
-        sleep: Any = Sleep.apply
-        weight = sleep(self.linear.weight, 0.0, self.weight_seconds)
-        output: Tensor = sleep(functional.linear(x, weight, self.linear.bias), *self.seconds)
-        return output.clone()  # torch detaches in place what a stage returns, which no view allows
+        """Sleep, and let both halves of the backward sleep; where they come in one, I before W."""
+        clock = Clock()
+        forward_seconds, input_seconds = self.seconds
+        weight = _SleepingWeight.apply(self.linear.weight, self.weight_seconds)  # type: ignore[no-untyped-call]
+        x = Begin.apply(x, self.anchor, clock, input_seconds)  # type: ignore[no-untyped-call]
+        y = functional.linear(x, weight, self.linear.bias)
+        output: Tensor = End.apply(y, clock, forward_seconds)  # type: ignore[no-untyped-call]
+        return output
+
+
+class _SleepingWeight(torch.autograd.Function):
+    """A weight whose gradient takes its time."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dw: Tensor) -> tuple[Tensor, None]:
+        Clock().rest(ctx.seconds)
+        return dw, None
 
 
 def section_of(outcomes: Sequence[Outcome]) -> Section:

@@ -5,7 +5,6 @@ holds, how many bytes are allocated, and how many receives are posted. The predi
 bytes that F, I and W of a single microbatch take or give back on a stage outside any pipeline.
 """
 
-import argparse
 import ctypes
 import gc
 import sys
@@ -15,15 +14,15 @@ from functools import partial
 from typing import Final
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from stagewright.bench.bubble import in_some, schedules_of
+from stagewright.bench.command import run_bench
 from stagewright.bench.peers import squared_error
-from stagewright.bench.report import Section, marked, print_section
+from stagewright.bench.report import Section, marked
 from stagewright.engine import Pipeline, RankContext, launch_local
 from stagewright.engine.channels import channels_of
-from stagewright.engine.executor import Action
+from stagewright.engine.executor import Action, Executor
 from stagewright.engine.randomness import Seeds
 from stagewright.engine.stage import Stage
 from stagewright.engine.value import pack
@@ -90,13 +89,7 @@ class Outcome:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the table; the exit code is 1 where a bar is missed."""
-    parser = argparse.ArgumentParser(prog="python -m stagewright.bench.memory", description=__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of these schedules alone (default all there are)")
-    parser.add_argument("--steps", type=int, default=NUM_STEPS, metavar="N", help=f"in a row (default {NUM_STEPS})")
-    parsed = parser.parse_args(arguments)
-    section = measure(parsed.only, parsed.steps)
-    print_section(section, Console())
-    return int(section.misses > 0)
+    return run_bench("memory", measure, arguments, description=__doc__, num_steps=NUM_STEPS, steps="in a row")
 
 
 def measure(
@@ -108,7 +101,7 @@ def measure(
     schedules = [schedule for schedule in schedules_of(only) if schedule.synchronous]
     costs = {splits: costs_of_one(splits) for splits in (False, True)}
     outcomes = [outcome for some in track(in_some(schedules)) for outcome in outcomes_of(some, costs)]
-    return section_of(outcomes, growth_of(num_steps) if num_steps else None)
+    return section_of(outcomes, growth_of(num_steps) if num_steps else None, num_steps)
 
 
 def costs_of_one(splits: bool) -> Costs:
@@ -194,7 +187,7 @@ class _Watched:
         """Note what is held now."""
         stages, lines = self._pipe._stages.values(), self._pipe._transport._lines.values()  # type: ignore[attr-defined]
         held = sum(len(stage.stash) + len(stage._pending) for stage in stages)
-        posted = sum(len(line.awaited) for line in lines if line.channel.kind in ("activation", "gradient"))
+        posted = sum(line.num_awaited for line in lines if line.channel.kind in ("activation", "gradient"))
         self.entries, self.receives = max(self.entries, held), max(self.receives, posted)
 
 
@@ -211,13 +204,20 @@ def _seen(context: RankContext, schedule: Schedule) -> Seen:
     watched = _Watched(pipe)
     executor = list(pipe._training._executors.values())[-1]
     levels: list[int] = []
-    actions = executor._actions
+    actions = [half for action in executor._actions for half in halves_of(action, executor)]
     executor._actions = (partial(_run_watched, actions, watched, levels),)
     executor._stream = executor._stream[:1]
     pipe.forward_backward(x, y)
     channels = channels_of(executor.program).values()
     allowed = sum(channel.depth for channel in channels if channel.destination == context.rank)
     return Seen(watched.entries, max(levels), watched.receives, allowed)
+
+
+def halves_of(action: Action, executor: Executor) -> list[Action]:
+    """A fused pair as its forward and its backward, since it holds most between the two; any other action as it is."""
+    if isinstance(action, partial) and action.func == executor._overlap:
+        return list(action.args)
+    return [action]
 
 
 def _run_watched(actions: Sequence[Action], watched: _Watched, levels: list[int]) -> None:
@@ -256,8 +256,8 @@ def _grow(context: RankContext, num_steps: int) -> int:
     return allocator.num_bytes - before
 
 
-def section_of(outcomes: Sequence[Outcome], growth: int | None) -> Section:
-    """The table."""
+def section_of(outcomes: Sequence[Outcome], growth: int | None, num_steps: int = NUM_STEPS) -> Section:
+    """The table; with by how much memory has grown in so many steps, where that was measured."""
     rows = tuple(map(_row_of, outcomes))
     grown = "not measured" if growth is None else marked(f"{growth / 2**10:+.1f} KiB", growth <= MOST_GROWTH)
     return Section(
@@ -268,7 +268,7 @@ def section_of(outcomes: Sequence[Outcome], growth: int | None) -> Section:
         note="Entries, bytes and receives posted after any instruction of a step; entries rank by rank, bytes and "
         f"receives of the rank that has most. Bar: equal entries, bytes within {MOST_ERROR:.0%} on every rank, no more "
         "receives than the channels' depths. The last line: by how much what a rank has allocated grows in "
-        f"{NUM_STEPS} steps of 1f1b (bar: {MOST_GROWTH / 2**10:g} KiB).",
+        f"{num_steps} steps of 1f1b (bar: {MOST_GROWTH / 2**10:g} KiB).",
     )
 
 

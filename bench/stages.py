@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,15 @@ from torch.overrides import _get_current_function_mode_stack
 from stagewright.engine.deferral import Deferring, _DeferredOperation
 from stagewright.engine.operations import Linear
 
+# Between waking up and the end of what a stage takes.
+AWAKE_SECONDS: Final = 0.0003
+
 
 class SleepStage(nn.Module):
-    """A small linear map that sleeps as it goes forward and as it comes back.
+    """A small linear map that sleeps for what is left of the time that it is to take, forward and back.
 
     Args:
-        forward_seconds, backward_seconds: for how long.
+        forward_seconds, backward_seconds: how long F and B take.
         width: of what crosses, [rows, width].
     """
 
@@ -24,10 +27,14 @@ class SleepStage(nn.Module):
         super().__init__()
         self.linear = nn.Linear(width, width)
         self.seconds = (forward_seconds, backward_seconds)
+        self.anchor = torch.zeros(0, requires_grad=True)  # so that also the backward of a first stage ends with Begin
 
     def forward(self, x: Tensor) -> Tensor:
         """Sleep, and let the backward sleep."""
-        output: Tensor = Sleep.apply(self.linear(x), *self.seconds)  # type: ignore[no-untyped-call]
+        forward_seconds, backward_seconds = self.seconds
+        clock = Clock()
+        x = Begin.apply(x, self.anchor, clock, backward_seconds)  # type: ignore[no-untyped-call]
+        output: Tensor = End.apply(self.linear(x), clock, forward_seconds)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -35,7 +42,7 @@ class HalvedSleepStage(nn.Module):
     """The same with a backward of two halves: under split backward each sleeps when it is due.
 
     Args:
-        forward_seconds, input_seconds, weight_seconds: for how long F, I and W sleep; B for both of the latter.
+        forward_seconds, input_seconds, weight_seconds: how long F, I and W take; B both of the latter.
         width: of what crosses, [rows, width].
     """
 
@@ -44,19 +51,23 @@ class HalvedSleepStage(nn.Module):
         self.linear = nn.Linear(width, width)
         self.seconds = (forward_seconds, input_seconds)
         self.operation = _SleepingLinear(seconds=weight_seconds)
+        self.anchor = torch.zeros(0, requires_grad=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """Sleep, and let both halves of the backward sleep."""
+        clock, linear = Clock(), self.linear
+        forward_seconds, backward_seconds = self.seconds
         modes = [mode for mode in _modes() if isinstance(mode, Deferring)]
+        if not modes:
+            backward_seconds += self.operation.seconds
+        x = Begin.apply(x, self.anchor, clock, backward_seconds)  # type: ignore[no-untyped-call]
         if modes:
             # As the mode itself does with a linear map; in the place of that its operation is one that sleeps.
-            linear = self.linear
             arguments = (self.operation, x, linear.weight, linear.bias, modes[-1]._deferred)
             x = _DeferredOperation.apply(*arguments)  # type: ignore[no-untyped-call]
-            output: Tensor = Sleep.apply(x, *self.seconds)  # type: ignore[no-untyped-call]
         else:
-            forward, backward = self.seconds
-            output = Sleep.apply(self.linear(x), forward, backward + self.operation.seconds)  # type: ignore[no-untyped-call]
+            x = linear(x)
+        output: Tensor = End.apply(x, clock, forward_seconds)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -74,13 +85,16 @@ class _SleepingLinear(Linear):
 
     def weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """dw."""
-        time.sleep(self.seconds)
-        return Linear.weight_gradient(self, dy, x, weight)
+        clock = Clock()
+        gradient = Linear.weight_gradient(self, dy, x, weight)
+        clock.rest(self.seconds)
+        return gradient
 
     def add_weight_gradient(self, total: Tensor, dy: Tensor, x: Tensor, weight: Tensor) -> None:
         """total += dw."""
-        time.sleep(self.seconds)
+        clock = Clock()
         Linear.add_weight_gradient(self, total, dy, x, weight)
+        clock.rest(self.seconds)
 
 
 class WorkStage(nn.Module):
@@ -102,16 +116,52 @@ class WorkStage(nn.Module):
         return x
 
 
-class Sleep(torch.autograd.Function):
-    """Sleeps as it goes forward and as it comes back, and changes nothing."""
+class Clock:
+    """When the forward or the backward of one microbatch began."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """It begins now."""
+        self._start = time.perf_counter()
+
+    def rest(self, seconds: float) -> None:
+        """Sleep until so much time has gone by since the beginning, and be awake for the very last of it.
+
+        A system wakes nobody on time; and a processor that has slept is slow at first, as none is that has computed.
+        """
+        end = self._start + seconds
+        time.sleep(max(end - AWAKE_SECONDS - time.perf_counter(), 0.0))
+        while time.perf_counter() < end:
+            pass
+
+
+class Begin(torch.autograd.Function):
+    """Where a stage's forward begins and its backward ends: there it sleeps, and changes nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
-        ctx.seconds = backward_seconds
-        time.sleep(forward_seconds)
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, clock: Clock, seconds: float) -> Tensor:
+        ctx.clock, ctx.seconds = clock, seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.clock.rest(ctx.seconds)
+        return dy, None, None, None
+
+
+class End(torch.autograd.Function):
+    """Where a stage's forward ends, having slept, and its backward begins."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, clock: Clock, seconds: float) -> Tensor:
+        ctx.clock = clock
+        output = y.clone()
+        clock.rest(seconds)
+        return output
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.seconds)
+        ctx.clock.restart()
         return dy, None, None

@@ -5,7 +5,6 @@ milliseconds a forward. The ideal is the simulation of the program with the cost
 calibrated to, and messages that take no time.
 """
 
-import argparse
 import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,12 +14,12 @@ from statistics import median
 from typing import Final
 
 import torch
-from rich.console import Console
 from torch import nn
 
+from stagewright.bench.command import run_bench
 from stagewright.bench.paired import Ratio, Round, Turn, take_turns, together
 from stagewright.bench.peers import TORCH_SCHEDULES, TorchPeer, make_group, squared_error
-from stagewright.bench.report import Section, marked, print_section
+from stagewright.bench.report import Section, marked
 from stagewright.bench.split_backward import Blocks
 from stagewright.engine import Pipeline, RankContext, launch_local
 from stagewright.models import GPTConfig
@@ -31,6 +30,7 @@ MOST_OF_TORCH: Final = 0.97
 LEAST_CLOSED: Final = 0.5
 NUM_RANKS: Final = 2
 NUM_MICROBATCHES: Final = 8
+NUM_STEPS: Final = 40  # pairs of them
 
 _LAYERS: Final = 2  # of a rank
 _SEQUENCE, _HIDDEN, _ROWS = 64, 128, 4  # rows of a microbatch
@@ -64,19 +64,21 @@ class Outcome:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print the table; the exit code is 1 where the bar is missed."""
-    parser = argparse.ArgumentParser(prog="python -m stagewright.bench.throughput", description=__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(TORCH_SCHEDULES), help="of these alone")
-    parser.add_argument("--steps", type=int, default=40, metavar="N", help="pairs of steps (default 40)")
-    parsed = parser.parse_args(arguments)
-    section = measure(parsed.only, parsed.steps)
-    print_section(section, Console())
-    return int(section.misses > 0)
+    """Measure and print the table; the exit code is 1 where a bar is missed."""
+    return run_bench(
+        "throughput",
+        measure,
+        arguments,
+        description=__doc__,
+        num_steps=NUM_STEPS,
+        steps="pairs of steps",
+        choices=list(TORCH_SCHEDULES),
+    )
 
 
 def measure(
     only: Sequence[str] | None = None,
-    num_steps: int = 40,
+    num_steps: int = NUM_STEPS,
     track: Callable[[Sequence[str]], Iterable[str]] = iter,
 ) -> Section:
     """Measure every schedule that torch has too, or those named."""

@@ -156,14 +156,40 @@ class Observed:
     def reductions(self) -> Samples[int]:
         """By stage: from when the last replica has come to a gradient's sum to the STEP that stood idle for it."""
         samples: dict[int, list[float]] = defaultdict(list)
-        reductions = self._table.rows_of(REDUCE_GRADIENT)
-        for (rank, stage), steps in self._table.rows_of(STEP).items():
-            together = [rows for (_, other), rows in reductions.items() if other == stage]
-            for turn, step in enumerate(steps if (rank, stage) in reductions else ()):
-                begun = max(self._ends[rows[turn]] for rows in together if turn < len(rows))
-                if self._free(step) <= begun:
-                    samples[stage].append(max(self._starts[step] - begun, 0.0))
+        for steps in self._updates:
+            sums = [(begun, step) for step in steps if (begun := self._begun(step)) is not None]
+            at_once = self._is_at_once(steps)
+            for begun, step in [max(sums)] if sums and at_once else sums:
+                if (self._through_by(step) if at_once else self._free(step)) <= begun:
+                    started = self._starts[steps[-1] if at_once else step]
+                    samples[self._table.stage[step]].append(max(started - begun, 0.0))
         return samples
+
+    @cached_property
+    def _updates(self) -> list[list[int]]:
+        """STEPs of one rank that follow each other."""
+        joined: list[list[int]] = []
+        for row in sorted(row for rows in self._table.rows_of(STEP).values() for row in rows):
+            if joined and joined[-1][-1] == row - 1 and row not in self._table.first_row:
+                joined[-1].append(row)
+            else:
+                joined.append([row])
+        return joined
+
+    def _is_at_once(self, steps: Sequence[int]) -> bool:
+        """Whether a rank waits for and makes all of an update at the last of its STEPs, as the engine does."""
+        took = [self._ends[step] - self._free(step) for step in steps]
+        return sum(took[:-1]) <= 0.01 * took[-1]
+
+    def _begun(self, step: int) -> float | None:
+        """When the last replica has come to the sum of a STEP's gradient; None without replicas."""
+        rank, stage = self._table.rank[step], self._table.stage[step]
+        reductions = self._table.rows_of(REDUCE_GRADIENT)
+        if (rank, stage) not in reductions:
+            return None
+        turn = self._table.rows_of(STEP)[rank, stage].index(step)
+        together = [rows[turn] for (_, other), rows in reductions.items() if other == stage and turn < len(rows)]
+        return max((self._ends[row] for row in together), default=None)
 
     @cached_property
     def _rows(self) -> list[int]:
@@ -188,6 +214,13 @@ class Observed:
     def _free(self, row: int) -> float:
         """When its rank was through with all that stands before it."""
         return self._ends[row - 1] if row > self._table.first_row[self._table.rank[row]] else -inf
+
+    def _through_by(self, step: int) -> float:
+        """When a rank was through with all that it computes before an update."""
+        first = step
+        while first > 0 and self._table.operation[first - 1] in (STEP, REDUCE_GRADIENT):
+            first -= 1
+        return self._free(first)
 
     def _last_of(self, row: int) -> int:
         """The last row before the next that keeps the rank busy by itself."""

@@ -1,13 +1,12 @@
 """The bench of asynchronous pipelines: what it measures and prints; no time is asserted."""
 
-import time
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from stagewright.bench import asynchronous
+from stagewright.bench import asynchronous, stages
 from stagewright.bench.__main__ import OTHERS, SECTIONS
 from stagewright.bench.asynchronous import Case, cells_of, gain, measure, period_of, sleep_stage
 from stagewright.bench.stages import SleepStage, WorkStage
@@ -41,17 +40,40 @@ def test_both_schedules_are_measured_by_turns() -> None:
     assert all(len(of_schedule) == 3 and min(of_schedule) > 0 for of_schedule in periods.values())
 
 
-def test_a_sleeping_stage_sleeps_both_ways_and_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
+def test_a_sleeping_stage_takes_its_time_both_ways_and_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = PretendedTime()
+    monkeypatch.setattr(stages, "time", clock)
     stage, x = SleepStage(0.25, 0.5), torch.randn(3, 8, requires_grad=True)
     output = stage(x)
     assert torch.equal(output, stage.linear(x))
-    assert slept == [0.25]
+    assert clock.perf_counter() == pytest.approx(0.25, abs=1e-4)
     output.sum().backward()
-    assert slept == [0.25, 0.5]
+    assert clock.perf_counter() == pytest.approx(0.75, abs=1e-4)
     assert x.grad is not None
     torch.testing.assert_close(x.grad, stage.linear.weight.sum(0).expand(3, 8))
+    assert sum(clock.slept) == pytest.approx(0.75 - 2 * stages.AWAKE_SECONDS, abs=1e-4)
+
+
+def test_the_backward_of_a_first_stage_takes_its_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = PretendedTime()
+    monkeypatch.setattr(stages, "time", clock)
+    SleepStage(0.0, 0.5)(torch.randn(3, 8)).sum().backward()
+    assert clock.perf_counter() == pytest.approx(0.5, abs=1e-4)
+
+
+class PretendedTime:
+    """Goes on when somebody sleeps, and a little with every look at the clock."""
+
+    def __init__(self) -> None:
+        self.now, self.slept = 0.0, list[float]()
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.slept.append(seconds)
 
 
 def test_working_stages_are_as_deep_as_asked_for() -> None:
@@ -74,5 +96,5 @@ def measured(ratio: float, case: Case, num_batches: int, num_rounds: int) -> dic
 
 
 def test_it_runs_where_it_is_named() -> None:
-    assert set(OTHERS) == {"asynchronous", "prediction", "split_backward", "staleness"}
+    assert set(OTHERS) == {"asynchronous", "gpu", "prediction", "split_backward", "staleness"}
     assert not set(OTHERS) & set(SECTIONS)

@@ -53,6 +53,11 @@ def test_growth_is_marked() -> None:
     assert section_of([], 2**20).misses == 1
 
 
+def test_the_note_says_in_how_many_steps() -> None:
+    """It said 200 whatever ``--steps`` was."""
+    assert "in 50 steps of 1f1b" in section_of([], 0, 50).note
+
+
 def test_programs_that_split_the_backward() -> None:
     assert splits_backward(create("zb-h1", num_ranks=4, num_microbatches=8).program())
     assert not splits_backward(create("1f1b", num_ranks=4, num_microbatches=8).program())

@@ -7,6 +7,7 @@ import pytest
 from stagewright.schedules import Costs, Program, Timeline, create, simulate
 from stagewright.schedules.fitting import fit_costs, mean_costs
 from stagewright.schedules.placement import linear
+from stagewright.schedules.table import STEP
 
 TWO_RANKS = Program.from_csv(
     "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0STEP@1\n"
@@ -99,3 +100,20 @@ def uneven_costs(num_stages: int) -> Costs:
         send=0.125,
         step=0.5,
     )
+
+
+def test_a_sum_over_copies_counts_also_on_the_rank_that_came_last_to_it() -> None:
+    """There the STEPs of other stages stand between: a rank updates all of its stages at the last of them."""
+    program = create("dualpipe", num_ranks=2, num_microbatches=4).program()
+    simulated = recorded(simulate(program, Costs(reduce=3)))
+    starts, ends = list(simulated.starts), list(simulated.ends)
+    table = program.table
+    for rank in range(2):
+        rows = range(table.first_row[rank], table.first_row[rank + 1])
+        *others, last = [row for row in rows if table.operation[row] == STEP]
+        assert last == rows[-1]
+        for row in others:
+            starts[row] = ends[row - 1]
+            ends[row] = starts[row] + 0.001
+    costs = fit_costs([Timeline(program, Costs(), tuple(starts), tuple(ends))])
+    assert costs.reduce == pytest.approx((3, 0), abs=0.01)
