@@ -1,12 +1,16 @@
 """Comparing all schedules on one shape: what theory says of each, what simulation says, and what one really gets."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Final
 
 from stagewright.schedules import Costs, Formula, Schedule, ScheduleError, Timeline, create, find, names, simulate
 from stagewright.schedules.instructions import SendActivation, SendGradient
 
 # Batches after which an asynchronous pipeline is full, and still has one to drain.
 _STEADY_BATCHES = 4
+_NO_OPTIONS: Final[Mapping[str, object]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,12 @@ class Refusal:
 
 
 def compare(
-    num_ranks: int, num_microbatches: int, num_chunks: int | None, costs: Costs, memory_cap: float | None = None
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int | None,
+    costs: Costs,
+    memory_cap: float | None = None,
+    options: Mapping[str, object] = _NO_OPTIONS,
 ) -> tuple[list[Figures], list[Refusal]]:
     """Simulate every registered schedule on one shape; the fastest comes first.
 
@@ -60,12 +69,21 @@ def compare(
         num_chunks: stages a rank, for the schedules that let one choose; otherwise their own default.
         costs: of a whole rank's share of the model; a chunk costs its share of that.
         memory_cap: the most that a rank may stash, in the unit of ``costs.activation_bytes`` and ``weight_bytes``.
+        options: of schedules, for those that have them.
+
+    Raises:
+        ScheduleError: no schedule has one of the options.
     """
+    takers = {option: [name for name in names() if option in _options_of(name)] for option in options}
+    for option, having in takers.items():
+        if not having:
+            known = sorted({option for name in names() for option in _options_of(name)})
+            raise ScheduleError(f"no schedule has an option {option!r}: some have {', '.join(known)}")
     found: list[Figures] = []
     refused: list[Refusal] = []
     for name in names():
         try:
-            schedule, of_stage = create_for(name, num_ranks, num_microbatches, num_chunks, costs, memory_cap)
+            schedule, of_stage = create_for(name, num_ranks, num_microbatches, num_chunks, costs, memory_cap, options)
             figures = figures_of(schedule, of_stage)
         except ScheduleError as error:
             refused.append(Refusal(name, str(error)))
@@ -84,6 +102,7 @@ def create_for(
     num_chunks: int | None,
     costs: Costs,
     memory_cap: float | None = None,
+    options: Mapping[str, object] = _NO_OPTIONS,
 ) -> tuple[Schedule, Costs]:
     """A schedule with those of the options that it takes, and the costs of one of its stages.
 
@@ -91,14 +110,19 @@ def create_for(
         ScheduleError: the schedule does not serve this shape.
     """
     takes = {field.name for field in fields(find(name))}
-    given: dict[str, object] = {"num_chunks": num_chunks, "memory_cap": memory_cap}
-    options = {option: value for option, value in given.items() if option in takes and value is not None}
-    schedule = create(name, num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
+    given = {"num_chunks": num_chunks, "memory_cap": memory_cap, **options}
+    taken = {option: value for option, value in given.items() if option in takes and value is not None}
+    schedule = create(name, num_ranks=num_ranks, num_microbatches=num_microbatches, **taken)
     of_stage = costs.scaled(share_of(schedule))
     if "costs" in takes:
-        options["costs"] = of_stage
-        schedule = create(name, num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
+        taken["costs"] = of_stage
+        schedule = create(name, num_ranks=num_ranks, num_microbatches=num_microbatches, **taken)
     return schedule, of_stage
+
+
+def _options_of(name: str) -> set[str]:
+    """The options of a schedule's own."""
+    return {field.name for field in fields(find(name))} - {"num_ranks", "num_microbatches", "num_chunks", "costs"}
 
 
 def share_of(schedule: Schedule) -> float:

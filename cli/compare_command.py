@@ -16,7 +16,7 @@ from stagewright.cli.compare import Figures, Refusal, compare
 from stagewright.cli.costs import add_costs
 from stagewright.cli.size import check_size
 from stagewright.schedules import Costs, Formula, ScheduleError
-from stagewright.schedules.arguments import import_schedules
+from stagewright.schedules.arguments import import_schedules, read_options
 from stagewright.schedules.schedule import check_count
 
 EXAMPLES = """\
@@ -24,6 +24,7 @@ examples:
   stagewright compare --ranks 8 --microbatches 32
   stagewright compare --ranks 8 --microbatches 32 --costs F=1,I=1.3,W=0.7,send=0.05
   stagewright compare --ranks 8 --microbatches 32 --chunks 4 --memory-cap 8
+  stagewright compare --ranks 3 --microbatches 12 --schedule-option replicas=2,1
 
 The costs are those of a whole rank's share of the model for one microbatch; a chunk costs its share of that, so that
 schedules with different numbers of chunks can be compared.
@@ -90,6 +91,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--schedule-module", metavar="MODULE", help="import this module first, for the schedules it registers"
     )
+    parser.add_argument(
+        "--schedule-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option for the schedules that have it, such as replicas=2,1 (may be repeated)",
+    )
 
 
 def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
@@ -105,7 +113,12 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
             raise ScheduleError(f"--memory-cap is above zero: got {arguments.memory_cap:g}")
         check_size(num_ranks, num_microbatches, arguments.chunks or 1)
         import_schedules(arguments.schedule_module)
-        figures, refused = compare(num_ranks, num_microbatches, arguments.chunks, arguments.costs, arguments.memory_cap)
+        options = read_options(arguments.schedule_option)
+        if arguments.memory_cap is not None and "memory_cap" in options:
+            raise ScheduleError("--memory-cap says it already: leave out --schedule-option memory_cap")
+        figures, refused = compare(
+            num_ranks, num_microbatches, arguments.chunks, arguments.costs, arguments.memory_cap, options
+        )
     except ScheduleError as error:
         sys.stderr.write(f"stagewright compare: {error}\n")
         return 2

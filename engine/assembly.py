@@ -10,6 +10,7 @@ from torch import nn
 
 from stagewright.engine.agreement import Agreement, LossScale
 from stagewright.engine.batchnorm import DeferredBatchNorms, check_norms
+from stagewright.engine.copies import CopiesAlike
 from stagewright.engine.extrapolated import ExtrapolatedWeights
 from stagewright.engine.gradients import Gradients
 from stagewright.engine.locals import local_of
@@ -103,15 +104,17 @@ def assemble(
     """Build this rank's stages and all that trains them; replicas of a pipeline start from the weights of the first.
 
     Raises:
-        ValueError: options contradict each other, or do not fit the stages.
+        ValueError: options contradict each other, or do not fit the stages; or copies of a stage differ.
         TypeError: a stage is no module.
     """
     placement, rank = program.placement, transport.rank
     owned = placement.stages_of(rank)
     with transport.baton:  # a stage that seeds before it draws its weights must not be disturbed
         modules = {stage: _module(build_stage, stage, transport.device) for stage in owned}
-    settle_sharing(modules, options.tied)
-    check_norms(modules, placement, group.size, deferred=options.deferred_batch_norm)
+    with CopiesAlike(placement, transport, group) as copies:
+        settle_sharing(modules, options.tied)
+        check_norms(modules, placement, group.size, deferred=options.deferred_batch_norm)
+        copies.answer(modules)
     share_values(placement, modules, transport)
     for module in modules.values():
         _share_values(module, group)
@@ -147,12 +150,12 @@ def assemble(
     ties = Ties(options.tied, modules, trained, placement, transport)
     for of_stage in weights.values():
         of_stage.publish()  # tied weights have taken the first stage's value
-    norms = DeferredBatchNorms(modules if options.deferred_batch_norm else {}, group)
+    agreement = Agreement(transport, group)
+    norms = DeferredBatchNorms(modules if options.deferred_batch_norm else {}, placement, agreement, group)
     parameters = {stage: of_stage.values() for stage, of_stage in trained.items()}
     reduction = Reduction(parameters, group, sharded) if group.size > 1 else None
-    replicas = Replicas(placement, trained, norms, transport)
+    replicas = Replicas(placement, trained, transport)
     gradients = Gradients(weights, reduction, replicas, ties, placement, rank)
-    agreement = Agreement(transport, group)
     updater = Updater(
         options.optimizer,
         weights,

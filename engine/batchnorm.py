@@ -6,6 +6,7 @@ of all the batch's rows, as if there were no microbatches (torchgpipe, Kim et al
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from stagewright.engine.agreement import Agreement
 from stagewright.engine.transport.group import Group, gather_rows
 from stagewright.schedules import Placement
 
@@ -51,18 +53,27 @@ def check_norms(
 
 class DeferredBatchNorms:
     """Context of one training batch: at its end each batch norm of a rank's stages learns of all its rows at once,
-    those of all replicas of the pipeline.
+    those of all copies of its stage and of all replicas of the pipeline.
+
+    A batch's forwards are all done when its ``train_step`` ends, under an asynchronous schedule too, where its
+    backwards, and the sums of its gradients, are not. So the copies tell each other then, and not with the gradients.
 
     Args:
         modules: by stage.
+        placement: says which ranks hold a copy of which stage.
+        agreement: brings what the copies of a stage have seen to each other.
         group: the same rank of all replicas.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], group: Group) -> None:
+    def __init__(
+        self, modules: Mapping[int, nn.Module], placement: Placement, agreement: Agreement, group: Group
+    ) -> None:
+        self._placement = placement
+        self._agreement = agreement
         self._group = group
         self._of_stages = {
             stage: [_Deferred(norm) for norm in remembering(module) if isinstance(norm, _BatchNorm)]
-            for stage, module in modules.items()
+            for stage, module in sorted(modules.items())
         }
 
     def __enter__(self) -> None:
@@ -72,35 +83,54 @@ class DeferredBatchNorms:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None and self._group.size > 1:
-            for norm in self._all():
-                self._join_replicas(norm)
+        if error is None:
+            for stage, norms in self._of_stages.items():
+                self._join(norms, self._placement.replicas_of(stage))
         for norm in self._all():
             norm.end(learn=error is None)
 
-    def parts(self, stage: int) -> list[Part]:
-        """What the norms of a stage have seen on this rank so far."""
-        return [norm.part for norm in self._of_stages.get(stage, ())]
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """While backwards that are left repeat forwards of earlier batches: as in those, and nothing is learned."""
+        for norm in self._all():
+            norm.begin()
+        try:
+            yield
+        finally:
+            for norm in self._all():
+                norm.end(learn=False)
 
-    def join(self, stage: int, of_ranks: Sequence[Sequence[Part]]) -> None:
-        """Let the norms of a stage have seen what all its copies have; each copy puts it together in the same order."""
-        for norm, parts in zip(self._of_stages.get(stage, ()), zip(*of_ranks)):
-            norm.part = None
-            for part in parts:
-                norm.add(part)
+    def _join(self, norms: Sequence["_Deferred"], holders: Sequence[int]) -> None:
+        """Let the norms of a stage have seen what they have on all ranks that hold it, and in all replicas.
 
-    def _join_replicas(self, norm: "_Deferred") -> None:
-        """Let a norm have seen what it has in all replicas."""
-        width = norm.num_features
-        own = torch.zeros(1 + 2 * width, dtype=torch.float64)
-        if norm.part is not None:
-            own = torch.cat([number.detach().double().reshape(-1) for number in norm.part])
-        norm.part = None
-        for row in gather_rows(self._group, own):
-            norm.add((row[0], row[1 : 1 + width], row[1 + width :]) if row[0] else None)
+        Everyone adds the same numbers up in the same order, so what they learn is the same to the last bit.
+        """
+        if not norms:
+            return
+        if len(holders) > 1:
+            told = self._agreement.spread(_row_of(norms).numpy().tobytes(), holders, holders)
+            _take(norms, [torch.frombuffer(bytearray(row), dtype=torch.float64) for row in told])
+        if self._group.size > 1:
+            _take(norms, gather_rows(self._group, _row_of(norms)).unbind())
 
     def _all(self) -> Iterator["_Deferred"]:
         return (norm for of_stage in self._of_stages.values() for norm in of_stage)
+
+
+def _row_of(norms: Sequence["_Deferred"]) -> Tensor:
+    """What norms have seen, one after the other, in double precision."""
+    return torch.cat([number.cpu() for norm in norms for number in norm.numbers()])
+
+
+def _take(norms: Sequence["_Deferred"], rows: Sequence[Tensor]) -> None:
+    """Let norms have seen what all rows say."""
+    widths = [width for norm in norms for width in (1, norm.num_features, norm.num_features)]
+    for norm in norms:
+        norm.part = None
+    for row in rows:
+        numbers = torch.split(row, widths)
+        for norm, count, mean, squares in zip(norms, numbers[::3], numbers[1::3], numbers[2::3]):
+            norm.add((count, mean, squares) if count.item() else None)
 
 
 class _Deferred:
@@ -124,6 +154,12 @@ class _Deferred:
         if learn:
             self._learn()
         self.part = None
+
+    def numbers(self) -> list[Tensor]:
+        """The part as vectors in double precision; zeros where there is none."""
+        if self.part is None:
+            return [torch.zeros(width, dtype=torch.float64) for width in (1, self.num_features, self.num_features)]
+        return [number.detach().double().reshape(-1) for number in self.part]
 
     @torch.no_grad()
     def add(self, part: Part) -> None:
@@ -163,7 +199,7 @@ class _Deferred:
         variance = squares / (count - 1).clamp(min=1)
         for remembered, new in ((norm.running_mean, mean), (norm.running_var, variance)):
             assert remembered is not None, "it has running statistics"
-            remembered.lerp_(new.to(remembered.dtype), factor or 0.0)
+            remembered.lerp_(new.to(remembered), factor or 0.0)
 
 
 class Untouched:

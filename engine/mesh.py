@@ -16,9 +16,8 @@ from stagewright.engine.context import RankContext, default_transport
 from stagewright.engine.transport.collective import CollectiveGroup
 from stagewright.engine.transport.contract import Transport
 from stagewright.engine.transport.gloo import GlooTransport
-from stagewright.engine.transport.group import Alone, Group
+from stagewright.engine.transport.group import Alone, Divisible, Group
 from stagewright.engine.transport.nccl import nccl_transport
-from stagewright.engine.transport.threads import ThreadTransport
 
 PIPELINE: Final = "pp"
 REPLICAS: Final = "dp"
@@ -34,7 +33,7 @@ class ThreadMesh:
         shape: ranks of each pipeline, and replicas.
     """
 
-    transport: ThreadTransport
+    transport: Divisible
     shape: tuple[int, int]
     mesh_dim_names: tuple[str, str] = (PIPELINE, REPLICAS)
 
@@ -69,16 +68,16 @@ def make_mesh(*, pp: int, dp: int = 1, tp: int = 1, context: RankContext | None 
         ValueError: there are not as many ranks.
     """
     threads = context.transport if context is not None else None
-    on_threads = isinstance(threads, ThreadTransport)
+    on_threads = isinstance(threads, Divisible)
     if not on_threads and not dist.is_initialized():
         raise ValueError("a mesh connects ranks: initialize torch.distributed, or give the context of launch_local")
-    num_ranks = threads.num_ranks if isinstance(threads, ThreadTransport) else dist.get_world_size()
+    num_ranks = threads.num_ranks if isinstance(threads, Divisible) else dist.get_world_size()
     if min(pp, dp, tp) < 1 or pp * dp * tp != num_ranks:
         raise ValueError(
             f"a mesh has pp x dp x tp = {pp} x {dp} x {tp} = {pp * dp * tp} ranks: here are {num_ranks}; give numbers "
             f"whose product is {num_ranks}"
         )
-    if isinstance(threads, ThreadTransport):
+    if isinstance(threads, Divisible):
         if tp > 1:
             raise ValueError(f"thread ranks cannot share the parameters of a stage: got tp={tp}; take processes")
         return ThreadMesh(threads, (pp, dp))
@@ -118,14 +117,37 @@ def _connect_processes(mesh: DeviceMesh) -> tuple[Transport, Group]:
             f"a Pipeline takes its ranks from the dimension {PIPELINE!r} of its mesh, and its replicas from "
             f"{REPLICAS!r}: this one has {list(names)}; make it with make_mesh(pp=…, dp=…) or mesh_dim_names"
         )
+    for name in (PIPELINE, REPLICAS):
+        if name in names:
+            _check_order(mesh, name)
     on_gpus = mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device(mesh.device_type)
     row = mesh.get_group(PIPELINE)
     if "nccl" in dist.get_backend_config(row):
-        rows = mesh.mesh.movedim(names.index(PIPELINE), -1).reshape(-1, mesh.mesh.shape[names.index(PIPELINE)])
-        transport: Transport = nccl_transport(device, rows.tolist())
+        transport: Transport = nccl_transport(device, _lines(mesh, PIPELINE))
     else:
         transport = GlooTransport(row, device)
     if REPLICAS not in names:
         return transport, Alone(device)
-    return transport, CollectiveGroup(mesh.get_group(REPLICAS), device)
+    store = dist.distributed_c10d._get_default_store()
+    ranks = mesh.mesh.flatten().tolist()
+    number = store.add(f"stagewright meshes of {ranks}: rank {dist.get_rank()}", 1)  # all make theirs in one order
+    everyone = (store, f"stagewright: a rank of mesh {number} of {ranks} has failed")
+    return transport, CollectiveGroup(mesh.get_group(REPLICAS), device, everyone=everyone)
+
+
+def _lines(mesh: DeviceMesh, name: str) -> list[list[int]]:
+    """The ranks along a dimension, wherever one is in the others."""
+    dimension = (mesh.mesh_dim_names or ()).index(name)
+    lines: list[list[int]] = mesh.mesh.movedim(dimension, -1).reshape(-1, mesh.mesh.shape[dimension]).tolist()
+    return lines
+
+
+def _check_order(mesh: DeviceMesh, name: str) -> None:
+    """Refuse a dimension whose ranks torch numbers in another order than the mesh: pipelines and replicas would mix."""
+    for ranks in _lines(mesh, name):
+        if ranks != sorted(ranks):
+            raise ValueError(
+                f"ranks ascend along the dimension {name!r} of a mesh, for torch.distributed sorts those of every "
+                f"group: got {ranks}; make the mesh with {sorted(ranks)} there, or with make_mesh(pp=…, dp=…)"
+            )

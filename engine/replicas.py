@@ -3,20 +3,15 @@
 A bidirectional schedule holds each stage twice or more; other schedules do where one asks for replicas of a stage.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from stagewright.engine.batchnorm import DeferredBatchNorms, Part
 from stagewright.engine.locals import local_gradient, local_of, spread_like
 from stagewright.engine.ties import add_up
 from stagewright.engine.transport.contract import Channel, Receipt, Session, Transport
 from stagewright.engine.value import Packed, check_crossing, pack, unpack
 from stagewright.schedules import Placement
-
-# What the copies of a stage have to add up: gradients, and what their batch norms have seen.
-Sums: TypeAlias = tuple[Sequence[Tensor | None], Sequence[Part]]
 
 
 class Replicas:
@@ -28,7 +23,6 @@ class Replicas:
     Args:
         placement: says which ranks hold a copy of which stage.
         weights: the trained parameters of this rank's stages.
-        norms: batch norms whose statistics are to be those of all copies together.
         transport: connects the ranks.
     """
 
@@ -36,10 +30,8 @@ class Replicas:
         self,
         placement: Placement,
         weights: Mapping[int, Mapping[str, nn.Parameter]],
-        norms: DeferredBatchNorms,
         transport: Transport,
     ) -> None:
-        self._norms = norms
         self._transport = transport
         self._parameters = {stage: list(parameters.values()) for stage, parameters in weights.items()}
         self._holders = {stage: placement.replicas_of(stage) for stage in weights}
@@ -53,7 +45,7 @@ class Replicas:
         others = [holder for holder in self._holders[stage] if holder != rank]
         if not others:
             return
-        own = pack([*self._own(stage)], f"stage {stage}", "gradient")
+        own = pack(self._own(stage), f"stage {stage}", "gradient")
         check_crossing(own, f"stage {stage}", "gradient")
         receipts = {}
         for other in others:
@@ -68,12 +60,11 @@ class Replicas:
         if receipts is None:
             return
         of_ranks = {self._transport.rank: self._own(stage)}
-        of_ranks |= {other: _sums(receipt.wait()) for other, receipt in receipts.items()}
+        of_ranks |= {other: _gradients(receipt.wait()) for other, receipt in receipts.items()}
         in_order = [of_ranks[rank] for rank in sorted(of_ranks)]
         for index, parameter in enumerate(self._parameters[stage]):
-            total = add_up([gradients[index] for gradients, _ in in_order])
+            total = add_up([gradients[index] for gradients in in_order])
             parameter.grad = None if total is None else spread_like(parameter, total)
-        self._norms.join(stage, [parts for _, parts in in_order])
 
     def finish_all(self) -> None:
         """Finish whatever no STEP has waited for."""
@@ -84,8 +75,8 @@ class Replicas:
         """Forget the sums of a batch that has failed."""
         self._under_way.clear()
 
-    def _own(self, stage: int) -> Sums:
-        return [local_gradient(parameter) for parameter in self._parameters[stage]], self._norms.parts(stage)
+    def _own(self, stage: int) -> list[Tensor | None]:
+        return [local_gradient(parameter) for parameter in self._parameters[stage]]
 
     def _channel(self, source: int, destination: int) -> Channel:
         return _channel(self._placement, source, destination)
@@ -131,6 +122,6 @@ def _channel(placement: Placement, source: int, destination: int) -> Channel:
     return Channel(source, destination, "replica", len(shared))
 
 
-def _sums(packed: Packed) -> Sums:
-    gradients, parts = unpack(packed.layout.skeleton, packed.tensors)
-    return gradients, parts
+def _gradients(packed: Packed) -> list[Tensor | None]:
+    gradients: list[Tensor | None] = unpack(packed.layout.skeleton, packed.tensors)
+    return gradients

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -15,8 +15,9 @@ import torch
 
 from stagewright.engine.assembly import Options
 from stagewright.engine.errors import PeerError
+from stagewright.engine.everyone import gather_texts, listed
 from stagewright.engine.transport.contract import Transport
-from stagewright.engine.transport.group import Group, gather_bytes
+from stagewright.engine.transport.group import Group
 from stagewright.schedules import Program, Schedule
 
 # Options that are a rank's own affair.
@@ -113,27 +114,15 @@ class RollCall:
                 raise PeerError(f"{rank} has refused its arguments: {answer.refusal}")
         found = differences({rank: answer.arguments for rank, answer in answers.items()})
         if list(found) == ["program"]:
-            programs = self._gather(self._csv)
+            programs = gather_texts(self._transport, self._group, self._csv)
             found["program"] = _first_difference(programs)
         if found:
             told = "; ".join(f"{name}: {of_ranks}" for name, of_ranks in found.items())
             raise ValueError(f"ranks differ in {told}; {_REMEDY}")
 
     def _hear(self, own: Answer) -> dict[str, Answer]:
-        texts = self._gather(json.dumps([own.arguments, own.refusal]))
+        texts = gather_texts(self._transport, self._group, json.dumps([own.arguments, own.refusal]))
         return {rank: read_answer(text, rank) for rank, text in texts.items()}
-
-    def _gather(self, own: str) -> dict[str, str]:
-        """What every rank says, those of all replicas too, by the name of the rank."""
-        texts = [data.decode() for data in self._transport.gather(own.encode())]
-        if self._group.size == 1:
-            return {f"rank {rank}": text for rank, text in enumerate(texts)}
-        of_replicas = [json.loads(data) for data in gather_bytes(self._group, json.dumps(texts).encode())]
-        return {
-            f"rank {rank} of replica {replica}": text
-            for replica, texts in enumerate(of_replicas)
-            for rank, text in enumerate(texts)
-        }
 
 
 def read_answer(text: str, rank: str) -> Answer:
@@ -174,7 +163,7 @@ def differences(of_ranks: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     elif "placement" in found:
         found.pop("program", None)
     return {
-        name: ", ".join(f"{value} on {_listed(ranks)}" for value, ranks in holders.items())
+        name: ", ".join(f"{value} on {listed(ranks)}" for value, ranks in holders.items())
         for name, holders in found.items()
     }
 
@@ -188,13 +177,6 @@ def _first_difference(programs: Mapping[str, str]) -> str:
                 if left != right:
                     return f"instruction {index} of rank {rank} is {left} on {first}, {right} on {other}"
     return "it goes on differently after the first batch"
-
-
-def _listed(ranks: Sequence[str]) -> str:
-    *some, last = ranks
-    if some and all(rank.removeprefix("rank ").isdecimal() for rank in ranks):
-        return f"ranks {', '.join(rank.removeprefix('rank ') for rank in some)} and {last.removeprefix('rank ')}"
-    return f"{', '.join(some)} and {last}" if some else last
 
 
 def _in_words(value: Any) -> str:

@@ -3,9 +3,10 @@
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from stagewright.models.cut import Cut, Part
+from stagewright.models.checks import shown
+from stagewright.models.cut import Cut, Part, check_whole
 
 
 class CuttableModel(Protocol):
@@ -42,46 +43,33 @@ def build_stage(
     """Build one stage of a model with its initial parameters.
 
     `partial(build_stage, model, cut)` is what a `Pipeline` builds its stages with. Raises `ValueError` for a cut of
-    another model, a stage that does not exist, or a dtype without fractions.
+    another model or into more stages than it has layers, a stage that does not exist, or a dtype without fractions.
     """
     check_cut(model, cut)
     return model.build(cut.parts_of_stage(stage), seed=seed, device=device, dtype=dtype)
 
 
 def check_cut(model: CuttableModel, cut: Cut) -> None:
-    """Raise `ValueError` for the cut of another model."""
-    if cut.num_parts != len(model.parts):
-        raise ValueError(
-            f"a cut divides all parts of its model: got one of {cut.num_parts} parts for a model of "
-            f"{len(model.parts)}; make it from this model's parts"
+    """Raise `ValueError` for the cut of another model, or into more stages than it has layers."""
+    check_model(model)
+    check_whole(model.parts, cut)
+
+
+def check_model(model: CuttableModel) -> None:
+    """Raise `TypeError` for what cannot be cut."""
+    if not all(hasattr(model, name) for name in ("parts", "build", "num_parameters")):
+        raise TypeError(
+            f"a model that can be cut has parts, build and num_parameters: got {shown(model)}; pass GPT(config), "
+            "llama(config), cut_sequential(build) or the like"
         )
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:
     """Raise `ValueError` for a dtype without fractions."""
+    if not isinstance(dtype, torch.dtype | None):
+        raise TypeError(f"a dtype is one of torch's: got {shown(dtype)}; use torch.float32 or torch.bfloat16")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"parameters need a floating-point dtype: got {dtype}; use torch.float32 or torch.bfloat16")
-
-
-def materialise(module: nn.Module) -> list[str]:
-    """Give what is on the meta device memory on the CPU, still without values; return the modules that need them.
-
-    Unlike `Module.to_empty`, a parameter that two modules share is one parameter afterwards too.
-    """
-    made: dict[Tensor, Tensor] = {}
-    names = []
-    for name, owner in module.named_modules():
-        slots = [*owner._parameters.items(), *owner._buffers.items()]
-        on_meta = {slot: tensor for slot, tensor in slots if tensor is not None and tensor.is_meta}
-        for slot, tensor in on_meta.items():
-            if tensor not in made:
-                made[tensor] = torch.empty_like(tensor, device="cpu")
-                if isinstance(tensor, nn.Parameter):
-                    made[tensor] = nn.Parameter(made[tensor], requires_grad=tensor.requires_grad)
-            (owner._parameters if slot in owner._parameters else owner._buffers)[slot] = made[tensor]
-        if on_meta:
-            names.append(name)
-    return names
 
 
 def move(module: nn.Module, device: torch.device | str, dtype: torch.dtype | None) -> nn.Module:

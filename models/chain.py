@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from stagewright.models.build import check_dtype, count_parameters, materialise, move
+from stagewright.models.build import check_dtype, count_parameters, move
 from stagewright.models.cut import Part
 from stagewright.models.initialise import reset_by_name
+from stagewright.models.meta import check_real, materialise
 
 
 class ChainStage(nn.Module):
@@ -56,6 +57,7 @@ class Chain:
         stage = ChainStage({name: modules[name] for name in names})
         if torch.device(device).type != "meta":
             self.initialise(stage, seed, materialise(stage))
+            check_real(stage)
         move(stage, device, dtype)
         return stage
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stagewright.models.build import check_dtype, count_parameters, materialise, move
+from stagewright.models.build import check_dtype, count_parameters, move
 from stagewright.models.cut import Kind, Part
 from stagewright.models.initialise import derive_seed, drawing_from
+from stagewright.models.meta import materialise
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -220,9 +221,10 @@ class HuggingFaceModel:
                 else:
                     head.register_parameter("weight", embedding.get_parameter("weight"))
             self._draw(skeleton, part, modules.values(), seed)
-        rotary = stage.get_submodule(self.names.base)._modules.get("rotary_emb")
+        base = stage.get_submodule(self.names.base)
+        rotary = base._modules.get("rotary_emb")
         if rotary is not None:
-            rotary._buffers.update(type(rotary)(config=self.config)._buffers)
+            base.add_module("rotary_emb", type(rotary)(config=self.config))
 
     def _draw(self, skeleton: "PreTrainedModel", part: int, modules: Iterable[nn.Module], seed: int) -> None:
         """Let the library fill the modules of a part, inner ones first."""

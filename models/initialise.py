@@ -2,12 +2,14 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
 import torch
 from torch import Tensor, nn
+
+from stagewright.models.meta import is_blank
 
 STANDARD_DEVIATION: Final = 0.02
 
@@ -65,22 +67,51 @@ def initialise(model: nn.Module, *, seed: int, num_layers: int) -> None:
 
 
 def reset_by_name(model: nn.Module, seed: int, names: list[str]) -> None:
-    """Let each of the modules called `names` fill itself, as its class does when it is made: inner ones first.
+    """Let each of the modules called `names`, and those around them, fill itself as its class does when it is made:
+    inner ones first.
 
     Each draws from torch's global generator, seeded with `derive_seed(seed, <name of the module>)` and put back
-    afterwards. Raises `ValueError` for a module that cannot fill itself.
+    afterwards. Raises `ValueError` for a module with a tensor that nobody has filled.
     """
-    for name in reversed(names):
+    around = {name for whole in names for name in _and_around(whole)}
+    versions = {tensor: tensor._version for name in names for tensor in _own(model.get_submodule(name)).values()}
+    for name, module in reversed([(name, module) for name, module in model.named_modules() if name in around]):
+        reset = _reset_of(module)
+        if reset is not None:
+            with drawing_from(derive_seed(seed, name)):
+                reset()
+    for name in names:
         module = model.get_submodule(name)
-        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if reset is None:
-            owned = ", ".join([*module._parameters, *module._buffers])
+        left = [
+            slot
+            for slot, tensor in _own(module).items()
+            if tensor._version == versions.get(tensor) and is_blank(tensor)
+        ]
+        if left:
+            what = "no reset_parameters" if _reset_of(module) is None else "a reset_parameters that does not fill it"
+            remedy = "give it that method" if _reset_of(module) is None else "let it do so"
             raise ValueError(
-                f"a module built on the meta device fills itself: {name}, a {type(module).__name__}, has {owned} and "
-                f"no reset_parameters; give it that method, or build the model with memory"
+                f"a module built on the meta device fills itself: {name}, a {type(module).__name__}, has "
+                f"{', '.join(left)} and {what}; {remedy}, or build the model with memory"
             )
-        with drawing_from(derive_seed(seed, name)):
-            reset()
+
+
+def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+    """How a module fills itself, if it says so."""
+    reset: Callable[[], object] | None = getattr(module, "reset_parameters", None)
+    return reset or getattr(module, "_reset_parameters", None)
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    """A module's own parameters and buffers."""
+    slots = (*module._parameters.items(), *module._buffers.items())
+    return {slot: tensor for slot, tensor in slots if tensor is not None}
+
+
+def _and_around(name: str) -> Iterator[str]:
+    """The name of a module, and those of all modules that it is in."""
+    steps = name.split(".")
+    return (".".join(steps[:end]) for end in range(1, len(steps) + 1))
 
 
 @contextmanager

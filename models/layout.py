@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Final
 
-from stagewright.models.cut import Cut, Kind, Part, count_layers
+from stagewright.models.checks import shown, whole_number
+from stagewright.models.cut import Cut, Kind, Part, check_enough, check_parts, check_whole, count_layers
 
 LETTERS: Final[dict[Kind, str]] = {"embedding": "E", "layer": "t", "head": "L"}
 LONGEST: Final = 100_000
@@ -20,16 +21,20 @@ _TOKEN: Final = re.compile(r"([Et|mL])|(\()|(\))|\*([0-9]+)")
 def cut_by_layout(parts: Sequence[Part], layout: str, num_stages: int | None = None) -> Cut:
     """Cut a model as a layout says.
 
-    Raises `ValueError` for a layout that cannot be read, has an empty stage, is not that of this model, or (where
-    `num_stages` says how many are wanted) of other than so many stages.
+    Any stage may be without a layer but none without a part, and there are at least as many layers as stages. Raises
+    `ValueError` for a layout that cannot be read, has an empty stage, has more stages than layers, is not that of this
+    model, or (where `num_stages` says how many are wanted) of other than so many stages.
     """
+    check_parts(parts)
+    if not isinstance(layout, str):
+        raise TypeError(f"a layout is a text such as Et|tt|tL: got {shown(layout)}; write it so")
     expanded = expand(layout)
     if "m" in expanded:
         raise ValueError(
             f"m is a multi-token-prediction layer, and this model has none: got {layout!r}; leave the m out"
         )
     stages = expanded.split("|")
-    if num_stages is not None and len(stages) != num_stages:
+    if num_stages is not None and len(stages) != whole_number(num_stages, "the number of stages"):
         raise ValueError(
             f"a layout says what each of {num_stages} stages holds: got {len(stages)} in {layout!r}; "
             f"use {num_stages - 1} |"
@@ -45,11 +50,17 @@ def cut_by_layout(parts: Sequence[Part], layout: str, num_stages: int | None = N
             f"a layout names every part of the model once, in order, here {shorten(wanted)} with "
             f"{count_layers(parts)} t: got {shorten(given)} with {given.count('t')} t; change {layout!r} accordingly"
         )
+    check_enough(count_layers(parts), len(stages))
     return Cut(tuple(map(len, stages)))
 
 
 def layout_of(parts: Sequence[Part], cut: Cut) -> str:
-    """Write a cut as a layout: the reverse of `cut_by_layout`, short where stages repeat."""
+    """Write a cut as a layout: the reverse of `cut_by_layout`, short where stages repeat.
+
+    Raises `ValueError` for the cut of another model.
+    """
+    check_parts(parts)
+    check_whole(parts, cut)
     letters = letters_of(parts)
     stages = [letters[of_stage.start : of_stage.stop] for of_stage in map(cut.parts_of_stage, range(cut.num_stages))]
     runs = [(stage, len(list(run))) for stage, run in groupby(stages[:-1])]

@@ -7,29 +7,33 @@ Manual", section "The Partition Problem"; PipeDream, section 3.1, does it with r
 
 from collections.abc import Sequence
 from itertools import accumulate
-from math import inf
 
-from stagewright.models.build import CuttableModel
-from stagewright.models.cut import Cut, Part, check_enough, count_layers
+from stagewright.models.build import CuttableModel, check_model
+from stagewright.models.checks import finite_number, in_order
+from stagewright.models.cut import Cut, Part, check_enough, check_parts, count_layers
 
 
 def cut_by_costs(parts: Sequence[Part], costs: Sequence[float], num_stages: int) -> Cut:
     """Cut so that the greatest cost of a stage is least; see `min_max_sizes`.
 
     `costs` has one number a part, embedding and head included, so that either may get a stage of its own where that is
-    best. Raises `ValueError` for costs that do not fit the model, and when there are fewer layers than stages.
+    best. Raises `ValueError` for costs that do not fit the model, and when there are fewer layers than stages, and
+    `TypeError` for what are no numbers.
     """
+    check_parts(parts)
+    costs = _numbers(costs)
     if len(costs) != len(parts):
         raise ValueError(
             f"every part of the model has one cost: got {len(costs)} costs for {len(parts)} parts, "
             f"{parts[0].name} to {parts[-1].name}; pass one for each, embedding and head too"
         )
-    check_enough(count_layers(parts), num_stages)
+    num_stages = check_enough(count_layers(parts), num_stages)
     return Cut(min_max_sizes(costs, num_stages))
 
 
 def cut_by_parameters(model: CuttableModel, num_stages: int) -> Cut:
     """Cut so that the stage with most parameters has as few as can be. Raises as `cut_by_costs` does."""
+    check_model(model)
     return cut_by_costs(model.parts, model.num_parameters(), num_stages)
 
 
@@ -42,12 +46,15 @@ def min_max_sizes(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
     Raises `ValueError` for a cost that is no finite number of 0 or more, and for fewer costs than stages.
     """
-    for index, cost in enumerate(costs):
-        if not 0 <= cost < inf:
-            raise ValueError(f"a cost is a finite number of 0 or more: got {cost} for number {index}; measure it anew")
-    check_enough(len(costs), num_stages)
+    costs = _numbers(costs)
+    num_stages = check_enough(len(costs), num_stages)
     sums = (0, *accumulate(as_whole_numbers(costs)))
     return evenest_sizes(sums, num_stages, least_greatest(sums, num_stages))
+
+
+def _numbers(costs: Sequence[float]) -> list[float]:
+    given = in_order(costs, "costs are one number a part, such as (1.0, 2.5)")
+    return [finite_number(cost, f"number {index}") for index, cost in enumerate(given)]
 
 
 def as_whole_numbers(costs: Sequence[float]) -> list[int]:

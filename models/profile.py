@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, get_args
 
-from stagewright.models.cut import Cut, Kind, Part
+from stagewright.models.checks import shown
+from stagewright.models.cut import Cut, Kind, Part, check_parts
 from stagewright.models.partition import cut_by_costs
 
 FORMAT: Final = "stagewright profile"
@@ -93,7 +94,12 @@ def cut_by_profile(parts: Sequence[Part], profile: Profile, num_stages: int) -> 
 
     Raises `ValueError` for the profile of another model, and when there are fewer layers than stages.
     """
+    check_parts(parts)
+    if not isinstance(profile, Profile):
+        raise TypeError(f"a profile is what measure_profile and Profile.from_json return: got {shown(profile)}")
     profiled = [(part.name, part.kind) for part in profile.parts]
+    if not profiled:
+        raise ValueError("a profile is of the model that is cut: got one of no parts; profile this model")
     if profiled != [(part.name, part.kind) for part in parts]:
         raise ValueError(
             f"a profile is of the model that is cut: got one of {len(profiled)} parts, {profiled[0][0]} to "

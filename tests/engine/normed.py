@@ -1,7 +1,14 @@
 """Stages with batch norms."""
 
+from typing import Any
+
 import torch
+from delayed import Case
+from meanings import Named, buffers_of, together, weights_of
+from plain import momentum, squared_error
 from torch import Tensor, nn
+
+from stagewright.engine import Pipeline, RankContext, make_mesh
 
 
 class Norms(nn.Module):
@@ -39,3 +46,32 @@ class Build:
 
     def __call__(self, stage: int) -> nn.Module:
         return Norms(stage, self._factor)
+
+
+def train_overlapping(context: RankContext, case: Case, dp: int) -> list[Named]:
+    """Buffers after each batch, some of them before and some after a drain; the weights in the end come last."""
+    torch.set_num_threads(1)
+    connection: dict[str, Any] = {"transport": context.transport}
+    if dp > 1:
+        connection = {"mesh": make_mesh(pp=case.num_ranks, dp=dp, context=context)}
+    results: list[Named] = []
+    with Pipeline(
+        Build(None),
+        schedule=case.schedule,
+        num_microbatches=case.num_microbatches,
+        loss_fn=squared_error,
+        optimizer=momentum,
+        **connection,
+        deferred_batch_norm=True,
+        dynamic_shapes=True,
+        recompute=case.recompute,
+        **case.options,
+    ) as pipe:
+        for step, batch in enumerate(case.batches):
+            pipe.train_step(*(tensor.tensor_split(dp)[pipe.replica] for tensor in batch))
+            results.append(buffers_of(pipe.modules))
+            if step in case.actions:
+                pipe.eval_step(*case.other_batch, num_microbatches=2)
+                assert together([results[-1], buffers_of(pipe.modules)])
+        pipe.flush()
+        return [*results, weights_of(pipe.modules)]

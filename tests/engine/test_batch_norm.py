@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from delayed import Case, Versions, version_of
+from launching import Kind, launch_on
 from meanings import (
     ALL,
     ONE_COPY,
@@ -17,7 +19,7 @@ from meanings import (
     under,
     weights_of,
 )
-from normed import Build, Norms
+from normed import Build, Norms, train_overlapping
 from plain import make_batch, momentum, squared_error
 from torch import Tensor, nn
 from torch.nn import functional
@@ -82,7 +84,8 @@ class Seen:
             norm.track_running_stats = False
 
     def _note(self, norm: nn.Module, args: Sequence[Tensor], kwargs: dict[str, Tensor]) -> None:
-        self._inputs.append((args or tuple(kwargs.values()))[0].detach())
+        if norm.training:
+            self._inputs.append((args or tuple(kwargs.values()))[0].detach())
 
     def end_batch(self) -> None:
         if self._deferred:
@@ -115,6 +118,89 @@ def test_deferred_statistics_are_those_of_the_whole_batch(
     for own, expected in zip(zip(*results), plain):
         assert_close(own, expected)
     assert plain[0][0, "flat.num_batches_tracked"] == len(BATCHES)
+
+
+# Where batches overlap: the statistics of a batch are there when its train_step ends, and its backwards are not done.
+
+
+def train_overlapping_plainly(case: Case, dp: int) -> list[Named]:
+    """The loop that applies each schedule's own rule of versions."""
+    modules = [Norms(stage, None) for stage in range(case.num_stages)]
+    model = nn.Sequential(*modules)
+    optimizer = momentum(model.parameters())
+    seen = [Seen(norm, deferred=True) for module in modules for norm in (module.flat, module.long)]
+    versions, results = Versions(modules), []
+    made = drained = 0
+    for step, batch in enumerate(case.batches):
+        shares = [tensor.tensor_split(dp) for tensor in batch]
+        parts = [
+            [*zip(x.tensor_split(case.num_microbatches), y.tensor_split(case.num_microbatches))]
+            for x, y in zip(*shares)
+        ]
+        per_update = case.per_update if case.schedule == "pipedream" else case.num_microbatches
+        for first in range(0, case.num_microbatches, per_update):
+            of_update = [part for of_replica in parts for part in of_replica[first : first + per_update]]
+            for stage in range(case.num_stages):
+                versions.use(stage, version_of(case, stage, step, made, drained))
+            rows = sum(len(x) for x, _ in of_update)
+            for x, y in of_update:
+                (squared_error(model(x), y) * len(x) / rows).backward()
+            versions.use_newest()
+            optimizer.step()
+            optimizer.zero_grad()
+            versions.keep()
+            made += 1
+        for norm in seen:
+            norm.end_batch()
+        results.append(buffers_of(dict(enumerate(modules))))
+        drained = made if step in case.actions else drained
+    versions.use_newest()
+    return [*results, weights_of(dict(enumerate(modules)))]
+
+
+def overlapping(schedule: str, replicas: tuple[int, ...], num_microbatches: int, **more: Any) -> Case:
+    options = {"replicas": replicas, **more.pop("options", {})}
+    return Case(sum(replicas), num_microbatches, schedule, options, 6, actions={2: "evaluate"}, **more)
+
+
+OVERLAPPING = [
+    (overlapping("2bw", (1, 1), 3), 1),
+    (overlapping("2bw", (2, 1), 3), 1),
+    (overlapping("2bw", (1, 2), 5, recompute="full"), 1),
+    (overlapping("2bw", (1, 2, 1), 4), 1),
+    (overlapping("2bw", (3, 2), 7), 1),
+    (overlapping("2bw", (2, 1), 2, rows=11), 2),
+    (overlapping("pipedream", (1, 1), 3), 1),
+    (overlapping("pipedream", (2, 1), 4, per_update=2, delays=(2, 0), recompute=1), 1),
+    (overlapping("pipedream", (2, 2), 2, per_update=2, delays=(1, 0)), 1),
+    (overlapping("pipedream", (2, 1), 2, per_update=2, delays=(2, 2), options={"vertical_sync": True}), 1),
+    (overlapping("pipedream", (1, 2, 1), 4, per_update=2, delays=(2, 2, 0)), 1),
+    (overlapping("1f1b", (2, 1), 3), 1),
+    (overlapping("1f1b", (3, 1), 2), 1),  # a copy that sees nothing
+    (overlapping("1f1b", (1, 2), 4, rows=19), 2),
+]
+
+
+def overlapping_label(value: Any) -> str:
+    if not isinstance(value, Case):
+        return f"dp{value}"
+    return f"{value.schedule}-{'-'.join(map(str, value.options['replicas']))}-M{value.num_microbatches}"
+
+
+def assert_overlapping_statistics(case: Case, dp: int, kind: Kind = "threads") -> None:
+    results = launch_on(kind, train_overlapping, case.num_ranks * dp, (case, dp))
+    for of_ranks, expected in zip(zip(*results), train_overlapping_plainly(case, dp), strict=True):
+        assert_close(of_ranks, expected, 1e-11)
+
+
+@pytest.mark.parametrize(("case", "dp"), OVERLAPPING, ids=overlapping_label)
+def test_deferred_statistics_of_replicas_are_those_of_the_whole_batch(case: Case, dp: int) -> None:
+    """After each batch, on each copy of a stage and in each replica of the pipeline, to the last bit the same."""
+    assert_overlapping_statistics(case, dp)
+
+
+def test_deferred_statistics_of_replicas_in_processes() -> None:
+    assert_overlapping_statistics(overlapping("2bw", (2, 1), 3), 1, "gloo")
 
 
 def step_once(context: RankContext, schedule: Schedule) -> tuple[Named, dict[int, nn.Module]]:

@@ -1,5 +1,6 @@
 """What launchers say about a process: who it is, where the ranks meet, and what is refused."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,8 @@ import torch
 from launched import Environment, free_port, mpich, open_mpi, srun, torchrun
 from test_context import environment
 
-from stagewright.engine.environment import MPICH, OPEN_MPI, SLURM, TORCHRUN, meeting_point, started_rank, under_launcher
+from stagewright.engine.environment import meeting_point, started_rank, under_launcher
+from stagewright.engine.launchers import MPICH, OPEN_MPI, SLURM, TORCHRUN
 from stagewright.engine.meeting import backend_for, device_of
 
 
@@ -65,6 +67,14 @@ def test_every_launcher_is_understood(variables: Environment, expected: tuple[ob
         # variables made by hand from those of the launcher
         (srun(1, 2, "a,b") | {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, TORCHRUN),
         (srun(1, 2, "a,b") | {"WORLD_SIZE": "2"}, SLURM),
+        # each task starts several ranks by itself, and numbers them one way or the other, or has another number of them
+        (srun(1, 2, "a,b") | {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}, TORCHRUN),
+        (srun(1, 2, "a,b") | {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, TORCHRUN),
+        (open_mpi(1, 2, 1) | {"RANK": "1", "WORLD_SIZE": "5"}, TORCHRUN),
+        (open_mpi(0, 1) | {"RANK": "1", "WORLD_SIZE": "2"}, TORCHRUN),
+        # mpirun of Open MPI in a task of srun --mpi=pmi2
+        (srun(0, 2, "a,b") | {"PMI_RANK": "0", "PMI_SIZE": "2"} | open_mpi(3, 4, 2), OPEN_MPI),
+        (open_mpi(1, 2) | {"PMI_RANK": "1", "PMI_SIZE": "2"}, OPEN_MPI),
     ],
 )
 def test_what_was_started_last_counts(variables: Environment, expected: object) -> None:
@@ -85,6 +95,8 @@ def test_a_local_rank_given_by_hand_comes_first() -> None:
         {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"},  # the shell of salloc
         without(srun(0, 4), "SLURM_STEP_ID") | {"ENVIRONMENT": "BATCH"},  # the script of sbatch
         without(srun(0, 4), "SLURM_STEP_ID", "SLURM_NTASKS") | {"ENVIRONMENT": "BATCH"},
+        srun(0, 4) | {"SLURM_STEP_ID": "4294967290"},  # a shell that salloc has opened on a node
+        srun(0, 4) | {"SLURM_STEP_ID": "4294967290", "PMI_RANK": "0", "PMI_SIZE": "4"},
     ],
 )
 def test_what_no_launcher_has_started_is_no_rank(variables: Environment) -> None:
@@ -119,11 +131,50 @@ def test_what_srun_has_started_alone_may_start_ranks_of_its_own_or_be_a_rank() -
             "WORLD_SIZE=4 contradicts SLURM_NTASKS=2, which srun has set: unset",
         ),
         (open_mpi(1, 2) | {"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 contradicts OMPI_COMM_WORLD_RANK=1"),
+        ({"RANK": "1" * 5000, "WORLD_SIZE": "2"}, "RANK is a whole number from 0 up: got RANK='1{80}'$"),
+        (
+            open_mpi(1, 2) | {"PMI_RANK": "0", "PMI_SIZE": "1"},
+            "OMPI_COMM_WORLD_SIZE=2 contradicts PMI_SIZE=1, which mpirun has set: unset OMPI_COMM_WORLD_RANK and "
+            "OMPI_COMM_WORLD_SIZE, or PMI_RANK and PMI_SIZE, whichever are old",
+        ),
     ],
 )
 def test_what_is_incomplete_or_contradicts_itself_is_refused(variables: Environment, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         started_rank(variables)
+
+
+@pytest.mark.parametrize(
+    ("launched", "names"),
+    [
+        (open_mpi, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "mpirun")),
+        (mpich, ("PMI_RANK", "PMI_SIZE", "mpirun")),
+        (srun, ("SLURM_PROCID", "SLURM_NTASKS", "srun")),
+    ],
+)
+@pytest.mark.parametrize("old", [(0, 1), (1, 2), (0, 2)])
+def test_ranks_left_from_another_launch_are_refused_with_what_to_unset(
+    launched: Callable[[int, int], Environment], names: tuple[str, str, str], old: tuple[int, int]
+) -> None:
+    """Each of them would train alone, or two would be the same rank."""
+    rank, size, name = names
+    rank_before, size_before = old
+    message = (
+        f"WORLD_SIZE={size_before} contradicts {size}=3, which {name} has set: unset RANK and WORLD_SIZE, which may be "
+        f"left from another launch, or {rank} and {size} where {name} has not started this rank"
+    )
+    for task in range(3):
+        variables = launched(task, 3) | {"RANK": str(rank_before), "WORLD_SIZE": str(size_before)}
+        for ask in (started_rank, under_launcher):
+            with pytest.raises(ValueError, match=re.escape(message)):
+                ask(variables)
+
+
+def test_of_several_ranks_a_task_those_of_another_task_are_refused() -> None:
+    left = {"RANK": "0", "WORLD_SIZE": "4"}
+    assert place(open_mpi(0, 2) | left)[:3] == ("torchrun", 0, 4)
+    with pytest.raises(ValueError, match="RANK=0 contradicts OMPI_COMM_WORLD_RANK=1, which mpirun has set: unset RANK"):
+        started_rank(open_mpi(1, 2) | left)
 
 
 # Where ranks meet

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 from launching import launch_on
-from meshes import place, use_own_mesh
+from meshes import place, use_mesh_of, use_own_mesh
+from plain import train_plainly
 
 from stagewright.engine import RankContext, make_mesh
 from stagewright.engine.mesh import connect
@@ -47,3 +48,22 @@ def test_without_ranks_there_is_no_mesh() -> None:
 
 def test_a_mesh_of_the_trainers_own_serves_as_well() -> None:
     assert launch_on("gloo", use_own_mesh, 4) == [(0, 0, 2), (1, 0, 2), (0, 1, 2), (1, 1, 2)]
+
+
+CROOKED = [
+    ([[3, 0], [1, 2]], "'pp' of a mesh, for torch.distributed sorts those of every group: got [3, 1]; make the mesh "),
+    ([[1, 0], [2, 3]], "'dp' of a mesh, for torch.distributed sorts those of every group: got [1, 0]; make the mesh "),
+    ([[1, 0], [3, 2]], "got [1, 0]; make the mesh with [0, 1] there, or with make_mesh(pp=…, dp=…)"),
+    ([[2, 3], [0, 1]], "'pp' of a mesh, for torch.distributed sorts those of every group: got [2, 0]; make the mesh "),
+]
+
+
+def test_a_mesh_whose_ranks_do_not_ascend_is_refused_on_all_and_every_other_one_trains() -> None:
+    """torch sorts the ranks of every group, and would connect other pipelines than those of the mesh."""
+    grids = [*(grid for grid, _ in CROOKED), [[0, 2], [1, 3]], [[0, 1], [2, 3]]]
+    (said,) = {tuple(of_rank) for of_rank in launch_on("gloo", use_mesh_of, 4, (grids, ("pp", "dp")))}
+    for (_, message), refusal in zip(CROOKED, said):
+        assert refusal.startswith("ranks ascend along the dimension ")
+        assert message in refusal
+    expected = f"{train_plainly(2, 9, 1).losses[0]:.12f}"
+    assert list(said[len(CROOKED) :]) == [expected, expected]
