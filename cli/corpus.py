@@ -13,6 +13,8 @@ FOREIGN_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 VALIDATION_SHARE = 0.1
 # Of all bytes, what the files that are held out may have.
 LEAST_SHARE, MOST_SHARE = 0.01, 0.75
+# Every rank holds all of the text in memory.
+MAX_BYTES = 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ def load_corpus(path: Path | None = None) -> Corpus:
 
     A folder is split by file. A single file is split 90/10 at a line boundary, and so are files of which those that
     are held out would have next to none of the text, or next to all.
-    Raises ValueError where there is nothing to read, or too little to split.
+    Raises ValueError where there is nothing to read, too little to split, or too much.
     """
     if path is None:
         return load_standard_library()
@@ -46,6 +48,9 @@ def load_corpus(path: Path | None = None) -> Corpus:
             return split_files(path, text_files(path), name=str(path))
         if not path.exists():
             raise ValueError(f"no such file or folder: {path}; --data takes a file or a folder of text")
+        if not path.is_file():
+            raise ValueError(f"{path} is no file that every rank could read for itself; --data takes a regular one")
+        check_size([path], name=str(path))
         return split_one(path.read_bytes(), name=str(path))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
@@ -66,7 +71,8 @@ def text_files(root: Path) -> Iterable[Path]:
 
 def split_files(root: Path, files: Iterable[Path], name: str) -> Corpus:
     """Hold out about a tenth of the files, chosen by a hash of their names and so the same on every machine."""
-    texts = {}
+    files, texts = list(files), {}
+    check_size(files, name)
     for file in files:
         content = file.read_bytes()
         if content and is_text(content):
@@ -84,6 +90,16 @@ def split_files(root: Path, files: Iterable[Path], name: str) -> Corpus:
         return split_one(b"".join(texts[key] for key in sorted(texts)), name=f"{name}: {len(texts)} files as one text")
     description = f"{name}: {len(train)} files to train on, {len(validation)} to validate"
     return Corpus(b"".join(train), b"".join(validation), description)
+
+
+def check_size(files: Iterable[Path], name: str) -> None:
+    """Refuse more text than there can be, before any of it is read."""
+    num_bytes = sum(file.stat().st_size for file in files)
+    if num_bytes > MAX_BYTES:
+        raise ValueError(
+            f"every rank holds the whole text in memory: {name} has {num_bytes} bytes, at most {MAX_BYTES} will do; "
+            "give --data a part of it"
+        )
 
 
 def choose_validation(names: Iterable[str]) -> frozenset[str]:

@@ -19,6 +19,7 @@ from stagewright.models import (
     measure_profile,
     token_loss,
 )
+from stagewright.models.profile import LARGEST_FILE
 
 
 class ProfileError(ValueError):
@@ -109,7 +110,8 @@ def profile_gpt(
 def read_profile(path: Path) -> Profile:
     """Read a profile from a file. Raises ProfileError."""
     try:
-        return Profile.from_json(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            return Profile.from_json(file.read(LARGEST_FILE + 1))  # which says if that is too much
     except OSError as error:
         raise ProfileError(f"cannot read the profile {path}: {error.strerror or error}") from error
     except ValueError as error:

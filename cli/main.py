@@ -99,10 +99,13 @@ def run_train(parsed: argparse.Namespace) -> int:
         from stagewright.cli import train_command  # late, because torch takes seconds to import
 
         corpus = train_command.check(settings)
+        console = PatientConsole()
+        if train_command.has_finished(settings, corpus, console):
+            return 0
     except ValueError as error:
         return complain("train", error)
     try:
-        train_command.run(settings, corpus, PatientConsole())
+        train_command.run(settings, corpus, console)
     except ScheduleError as error:
         return complain("train", error)
     except MetricsError as error:

@@ -49,6 +49,13 @@ class TrainResult:
         return self.validation_loss / math.log(2)
 
 
+@dataclass(frozen=True)
+class Preempted:
+    """A run that was told to end before its time, and has been saved after so many updates."""
+
+    num_updates: int
+
+
 class Listener(Protocol):
     """Is told what happens while a model trains."""
 

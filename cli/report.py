@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
-from stagewright.cli.metrics import Listener, MetricsError, Silence, StepMetrics, TrainResult
+from stagewright.cli.metrics import Listener, MetricsError, Preempted, Silence, StepMetrics, TrainResult
 from stagewright.cli.settings import TrainSettings
 from stagewright.cli.tensorboard import open_curves
 from stagewright.cli.trace_file import TraceFile
@@ -197,8 +197,17 @@ def which_version(schedule: Schedule) -> str:
     return f"gradients up to {counted(staleness, 'update')} old"
 
 
-def print_result(settings: TrainSettings, result: TrainResult, console: Console) -> None:
-    """Print the closing table, and below it each prompt with what the model wrote after it."""
+def print_result(settings: TrainSettings, result: TrainResult | Preempted, console: Console) -> None:
+    """Print the closing table, and below it each prompt with what the model wrote after it; of a run that was told to
+    end before its time, only how to go on."""
+    if isinstance(result, Preempted):
+        console.print(
+            f"ended by SIGTERM after step {result.num_updates} of {settings.steps}, and saved to {settings.save}: the "
+            "same command with --resume goes on from there",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return
     console.print(closing_table(settings, result))
     for prompt, continuation in zip(settings.sample, result.continuations):
         given = readable(prompt.encode("utf-8", "surrogateescape"), console.encoding)

@@ -1,14 +1,15 @@
 """Checkpoints of `stagewright train`: when they are written, and with which flags a run may go on from one."""
 
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from stagewright.cli.corpus import Corpus
 from stagewright.cli.metrics import MetricsError
 from stagewright.cli.settings import TrainSettings
-from stagewright.engine import Checkpoints, Pipeline, read_part
+from stagewright.engine import Checkpoints, Pipeline, Preemption, RankContext, read_part
 
 # What a curve depends on; the schedule, the ranks and the cut are not among it.
 SAME: Final = (
@@ -49,7 +50,7 @@ class Run:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there. Raises ValueError where this run is another one, or has nothing left to do."""
+        """Go on from there. Raises ValueError where this run is another one."""
         for name in SAME:
             now, then = getattr(self._settings, name), state_dict.get(name)
             if now != then:
@@ -60,11 +61,6 @@ class Run:
         num_updates = state_dict.get("updates")
         if not isinstance(num_updates, int) or num_updates < 0:
             raise ValueError(f"the checkpoint does not say how many updates were made: got {num_updates!r}")
-        if num_updates >= self._settings.steps:
-            raise ValueError(
-                f"the checkpoint has {num_updates} of {self._settings.steps} updates behind it: nothing is left to do; "
-                "give more --steps"
-            )
         self.num_updates = num_updates
 
 
@@ -75,10 +71,15 @@ class Saving:
         pipe: what is trained.
         settings: say when to save.
         corpus: the text.
+        preemption: may end the run before its time; None where nothing does.
     """
 
-    def __init__(self, pipe: Pipeline, settings: TrainSettings, corpus: Corpus) -> None:
+    def __init__(
+        self, pipe: Pipeline, settings: TrainSettings, corpus: Corpus, preemption: Preemption | None = None
+    ) -> None:
+        self.is_preempted = False
         self._settings = settings
+        self._preemption = preemption
         self._run = Run(settings, corpus.fingerprint)
         folder = settings.save or source_of(settings)
         self._checkpoints = None
@@ -96,14 +97,15 @@ class Saving:
         return self._run.num_updates
 
     def step_done(self) -> None:
-        """An update was made: save it if it is its turn. The last one is saved at the very end."""
+        """An update was made: save it if it is its turn, and find out whether it was the last for now."""
         self._run.num_updates += 1
         every, done = self._settings.save_every, self._run.num_updates
-        if every is not None and done % every == 0 and done < self._settings.steps:
+        self.is_preempted = self._preemption is not None and self._preemption.ends_after(done)
+        if every is not None and done % every == 0 and done < self._settings.steps and not self.is_preempted:
             self._save()
 
-    def run_done(self) -> None:
-        """Save what has come out, to the disk."""
+    def last_step_done(self) -> None:
+        """No more updates are made: save what has come out, to the disk."""
         self._save()
         if self._checkpoints is not None:
             self._checkpoints.close()
@@ -119,15 +121,18 @@ class Saving:
 
 
 @contextmanager
-def open_saving(pipe: Pipeline, settings: TrainSettings, corpus: Corpus) -> Iterator[Saving]:
-    """The checkpoints of a run, as long as it lasts."""
-    saving = Saving(pipe, settings, corpus)
-    try:
-        yield saving
-        saving.run_done()
-    except BaseException:
-        saving.give_up()
-        raise
+def open_saving(pipe: Pipeline, settings: TrainSettings, corpus: Corpus, context: RankContext) -> Iterator[Saving]:
+    """The checkpoints of a run, as long as it lasts; SIGTERM ends it early if the settings say so."""
+    with ExitStack() as stack:
+        preemption = stack.enter_context(Preemption(context.transport)) if settings.save_on_sigterm else None
+        saving = Saving(pipe, settings, corpus, preemption)
+        try:
+            yield saving
+        except BaseException:
+            saving.give_up()
+            raise
+    if saving.is_preempted:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process is about to end, whoever tells it once more
 
 
 def source_of(settings: TrainSettings) -> Path | None:
@@ -137,14 +142,29 @@ def source_of(settings: TrainSettings) -> Path | None:
 
 def check_saving(settings: TrainSettings, corpus: Corpus) -> None:
     """Find out whether a run can be saved and resumed as the settings say. Raises ValueError."""
-    given = {"--save-every": settings.save_every, "--keep": settings.keep, "--save-async": settings.save_async}
+    given = {
+        "--save-every": settings.save_every,
+        "--keep": settings.keep,
+        "--save-async": settings.save_async,
+        "--save-on-sigterm": settings.save_on_sigterm,
+    }
     for flag, value in given.items():
         if value and settings.save is None:
             raise ValueError(f"{flag} says how to save: say where with --save DIR")
     if settings.resume is True and settings.save is None:
         raise ValueError("--resume goes on from the folder of --save: give --save DIR, or --resume DIR")
-    if resumed_updates(settings, corpus) is None and settings.resume not in (None, True):
+    num_updates = resumed_updates(settings, corpus)
+    if num_updates is None and settings.resume not in (None, True):
         raise ValueError(f"there is no checkpoint in {settings.resume} to resume from")
+    if num_updates is not None and num_updates >= settings.steps and settings.resume is not True:
+        raise ValueError(f"{settings.resume} has {nothing_left(num_updates, settings)}")
+
+
+def nothing_left(num_updates: int, settings: TrainSettings) -> str:
+    """What to say of a checkpoint in which a run has come to its end."""
+    return (
+        f"{num_updates} of {settings.steps} updates behind it: nothing is left to do; give more --steps to train it on"
+    )
 
 
 def make_save_folder(folder: Path) -> None:

@@ -31,6 +31,7 @@ class TrainSettings:
     lr: float = 1e-3
     clip: float | None = None
     accumulate: int = 1
+    on_nan: Literal["raise", "skip"] | None = None
     dtype: str = "float32"
     recompute: Literal["off", "full"] | int = "off"
     seed: int = 0
@@ -40,8 +41,10 @@ class TrainSettings:
     save: Path | None = None
     save_every: int | None = None
     save_async: bool = False
+    save_on_sigterm: bool = False
     keep: int | None = None
     resume: Path | Literal[True] | None = None
+    timeout: float | None = None
     metrics: Path | None = None
     tensorboard: Path | None = None
     trace: Path | None = None

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +14,17 @@ from stagewright.cli.costs import add_costs
 from stagewright.cli.output import format_of, write
 from stagewright.cli.show import show_schedule
 from stagewright.cli.size import check_size
-from stagewright.schedules import Schedule, ScheduleError, Timeline, add_arguments, find, from_arguments, simulate
+from stagewright.cli.verify_command import flags_for
+from stagewright.schedules import (
+    Program,
+    Schedule,
+    ScheduleError,
+    Timeline,
+    add_arguments,
+    find,
+    from_arguments,
+    simulate,
+)
 from stagewright.schedules.arguments import import_schedules
 from stagewright.schedules.drawing import PALETTES, html_text, json_text, svg_text, trace_text
 from stagewright.schedules.drawing.palettes import palette_of
@@ -82,6 +93,8 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
             show_schedule(console or Console(), schedule, timeline, palette_of(arguments.palette))
         else:
             _print(drawn(form, schedule, timeline, arguments.palette))
+        if form == "csv":
+            _tell_how_to_prove(program, arguments.output)
     except ScheduleError as error:
         sys.stderr.write(f"stagewright show: {error}\n")
         return 2
@@ -117,6 +130,14 @@ def _schedule(arguments: argparse.Namespace) -> Schedule:
     check_size(arguments.ranks, arguments.microbatches or 2 * arguments.ranks, arguments.chunks or 1)
     plans = any(field.name == "costs" for field in fields(find(arguments.schedule)))
     return from_arguments(arguments, **({"costs": arguments.costs} if plans else {}))
+
+
+def _tell_how_to_prove(program: Program, file: Path | None) -> None:
+    """A file says nothing of the rule by which weights are updated; where it is not the usual one, say what does."""
+    flags = flags_for(program)
+    if flags:
+        name = "-" if file is None else shlex.quote(str(file))
+        sys.stderr.write(f"to prove it: stagewright verify {name} {' '.join(flags)}\n")
 
 
 def _print(text: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from stagewright.cli.launcher import launcher_name, num_started_ranks
 from stagewright.cli.settings import DTYPES, OPTIMIZERS, TrainSettings
-from stagewright.cli.values import count, cut_choice, positive, prompt, recompute, temperature
+from stagewright.cli.values import count, cut_choice, positive, prompt, recompute, resumed_folder, temperature
 from stagewright.schedules import ScheduleError, add_arguments, from_arguments
 
 # Where no launcher has started any.
@@ -24,15 +24,18 @@ examples:
   stagewright train --ranks 4 --cut measured               layers where they make the slowest stage fastest
   stagewright train --quiet --metrics run.jsonl            the table alone, and one JSON object a step
   stagewright train --save run --save-every 50 --resume    what a crash interrupts goes on with the same command
+  stagewright train --save run --save-on-sigterm --resume  and so does what SIGTERM has ended, after its step
   stagewright train --sample "def " "class "               at the end, what the model writes after these prompts
 
   torchrun --nproc-per-node 2 -m stagewright.cli train     the ranks that torchrun starts, here 2 on this machine
   srun --nodes 2 --ntasks-per-node 1 stagewright train     those that SLURM starts, here 1 on each of 2 machines
   mpirun -np 2 stagewright train                           those that MPI starts, here 2 on this machine
 
-  on two machines, the same command on both, with --node-rank 0 on the first and 1 on the second:
-  torchrun --nnodes 2 --nproc-per-node 1 --node-rank 0 --master-addr FIRST --master-port 29500 \\
-      -m stagewright.cli train
+  torchrun --nproc-per-node 2 --max-restarts 3 -m stagewright.cli train --save run --save-every 50 --resume
+                                                           goes on by itself when ranks die
+  on two machines, the same command on both, FIRST being the name of one:
+  torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint FIRST:29500 --max-restarts 3 \\
+      -m stagewright.cli train --save run --save-every 50 --resume --timeout 60
 
 Every batch has --batch-size sequences, cut into --microbatches; the model is cut into as many stages as the schedule
 has. The same seed gives the same losses for every synchronous schedule, number of ranks and number of microbatches
@@ -91,6 +94,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     _add_learning(parser)
     _add_saving(parser)
+    parser.add_argument(
+        "--timeout",
+        type=positive,
+        metavar="SECONDS",
+        help="end with an error that names the rank for which the others have waited for so long (default: half an "
+        "hour); more than it takes to write a checkpoint",
+    )
     output = parser.add_argument_group("output")
     output.add_argument(
         "--metrics",
@@ -135,13 +145,19 @@ def _add_saving(parser: argparse.ArgumentParser) -> None:
     saving.add_argument("--keep", type=count, metavar="N", help="keep the last N checkpoints (default: all)")
     saving.add_argument("--save-async", action="store_true", help="write checkpoints while the training goes on")
     saving.add_argument(
+        "--save-on-sigterm",
+        action="store_true",
+        help="when SIGTERM comes, as before a machine is taken away, finish the step, save and end with exit code 0",
+    )
+    saving.add_argument(
         "--resume",
-        type=Path,
+        type=resumed_folder,
         nargs="?",
         const=True,
         metavar="DIR",
-        help="go on from the newest checkpoint in this folder, or from this very one; without DIR from the folder of "
-        "--save, or from the beginning while nothing is there. Schedule, ranks, chunks, --dp and --cut may be others",
+        help="go on from the newest checkpoint in this folder, or from this very one; without DIR, or with auto, from "
+        "the folder of --save, or from the beginning while nothing is there. Schedule, ranks, chunks, --dp and --cut "
+        "may be others",
     )
 
 
@@ -162,6 +178,12 @@ def _add_learning(parser: argparse.ArgumentParser) -> None:
         type=count,
         metavar="N",
         help="batches of one update, their losses averaged (default 1)",
+    )
+    learning.add_argument(
+        "--on-nan",
+        choices=("raise", "skip"),
+        help="when a loss is NaN or infinite: raise: end with an error that names step and microbatch; skip: make no "
+        "update of that batch, on any rank (default: nobody looks)",
     )
     learning.add_argument(
         "--dtype",

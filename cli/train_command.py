@@ -1,5 +1,6 @@
 """`stagewright train`: check the settings, start ranks or join those that were started, print what came out."""
 
+from contextlib import nullcontext
 from functools import partial
 
 from rich.console import Console
@@ -8,11 +9,12 @@ from stagewright.cli.batches import Batches
 from stagewright.cli.console import PatientConsole
 from stagewright.cli.corpus import Corpus, load_corpus
 from stagewright.cli.cutting import check_cut
-from stagewright.cli.launcher import num_started_ranks, own_rank
-from stagewright.cli.metrics import Silence, TrainResult
+from stagewright.cli.launcher import is_first_rank, num_started_ranks, own_rank
+from stagewright.cli.metrics import Preempted, Silence, TrainResult
 from stagewright.cli.report import counted, open_metrics, open_report, print_result
-from stagewright.cli.saving import check_saving, make_save_folder, resumed_updates
+from stagewright.cli.saving import check_saving, make_save_folder, nothing_left, resumed_updates
 from stagewright.cli.settings import TrainSettings
+from stagewright.cli.sigterm import sigterm_for_ranks
 from stagewright.cli.tensorboard import import_writer, make_folder
 from stagewright.cli.trace_file import check_trace
 from stagewright.cli.trainer import gpt_config, train
@@ -63,7 +65,8 @@ def check_runs(settings: TrainSettings) -> None:
     _, asynchronous = plan_of(schedule, schedule.num_ranks, None, {})
     if asynchronous is not None:
         tied_stages = frozenset({0, schedule.num_stages - 1}) if settings.ties_stages else frozenset()
-        windows_of(asynchronous, tied_stages, scalars=settings.clip is not None or settings.dtype == "float16")
+        scalars = settings.clip is not None or settings.on_nan is not None or settings.dtype == "float16"
+        windows_of(asynchronous, tied_stages, scalars=scalars)
 
 
 def run(settings: TrainSettings, corpus: Corpus, console: Console) -> None:
@@ -84,7 +87,8 @@ def run_local(settings: TrainSettings, corpus: Corpus, console: Console) -> None
     """Train on processes of this machine, one a rank."""
     check_metrics(settings)
     introduce(settings, corpus, console)
-    results = launch_local(partial(train_rank, settings), num_ranks=settings.num_ranks)
+    with sigterm_for_ranks() if settings.save_on_sigterm else nullcontext():
+        results = launch_local(partial(train_rank, settings), num_ranks=settings.num_ranks)
     print_result(settings, results[settings.reporter], console)
 
 
@@ -102,7 +106,7 @@ def run_under_launcher(settings: TrainSettings, corpus: Corpus, console: Console
         print_result(settings, result, console)
 
 
-def train_rank(settings: TrainSettings, context: RankContext) -> TrainResult | None:
+def train_rank(settings: TrainSettings, context: RankContext) -> TrainResult | Preempted | None:
     """Train as one rank; the one that has the loss also reports, and returns the result."""
     corpus = load_corpus(settings.data)
     if context.rank != settings.reporter:
@@ -121,6 +125,16 @@ def check_metrics(settings: TrainSettings) -> None:
         check_trace(settings.trace)
     if settings.save is not None:
         make_save_folder(settings.save)
+
+
+def has_finished(settings: TrainSettings, corpus: Corpus, console: Console) -> bool:
+    """Whether the run is one that ``--resume`` would go on with, but that has come to its end; if so, say it."""
+    num_updates = resumed_updates(settings, corpus)
+    if num_updates is None or num_updates < settings.steps:
+        return False
+    if is_first_rank():
+        console.print(f"{settings.save} has {nothing_left(num_updates, settings)}", highlight=False, soft_wrap=True)
+    return True
 
 
 def introduce(settings: TrainSettings, corpus: Corpus, console: Console) -> None:

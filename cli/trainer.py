@@ -18,7 +18,7 @@ from stagewright.cli.batches import Batches
 from stagewright.cli.bubble import MeasuredStep, compare_bubble
 from stagewright.cli.corpus import Corpus, unigram_bits_per_byte
 from stagewright.cli.cutting import settle_cut
-from stagewright.cli.metrics import Listener, StepMetrics, TrainResult
+from stagewright.cli.metrics import Listener, Preempted, StepMetrics, TrainResult
 from stagewright.cli.optimizer import make_optimizer
 from stagewright.cli.sample import continue_prompts
 from stagewright.cli.saving import open_saving
@@ -32,13 +32,15 @@ NUM_VALIDATION_BATCHES: Final = 16
 NUM_WARMUP_STEPS: Final = 20
 
 
-def train(context: RankContext, settings: TrainSettings, corpus: Corpus, listener: Listener) -> TrainResult | None:
+def train(
+    context: RankContext, settings: TrainSettings, corpus: Corpus, listener: Listener
+) -> TrainResult | Preempted | None:
     """Train, validate, and measure the bubble. Every rank calls this; `settings.reporter` gets the result."""
     batches = Batches(corpus.train, settings.sequence, settings.batch_size, settings.seed)
     history: list[StepMetrics] = []
     measured: list[MeasuredStep] = []
     cut = settle_cut(settings, gpt_config(settings), context)
-    with open_pipeline(context, settings, cut) as pipe, open_saving(pipe, settings, corpus) as saving:
+    with open_pipeline(context, settings, cut) as pipe, open_saving(pipe, settings, corpus, context) as saving:
         for step in range(saving.resume(), settings.steps):
             set_learning_rate(pipe.optimizer, learning_rate(step, settings))
             start = time.perf_counter()
@@ -50,7 +52,11 @@ def train(context: RankContext, settings: TrainSettings, corpus: Corpus, listene
             if step in measured_steps(settings.steps, synchronous=settings.schedule.synchronous):
                 measured.append(measure(pipe, seconds))
             saving.step_done()
+            if saving.is_preempted:
+                saving.last_step_done()
+                return Preempted(step + 1) if context.rank == settings.reporter else None
         recording = None if settings.trace is None else record(pipe, settings)
+        saving.last_step_done()
         pipe.flush()
         validation_loss = validate(pipe, context, settings, corpus)
         continuations = sample(pipe, settings)
@@ -93,6 +99,8 @@ def open_pipeline(context: RankContext, settings: TrainSettings, cut: Cut) -> Pi
         recompute=settings.recompute,
         tied=[TIED_WEIGHTS] if settings.ties_stages else [],
         max_norm=settings.clip,
+        timeout=settings.timeout,
+        on_nan=settings.on_nan,
         master_weights=settings.dtype in ("bfloat16", "float16"),
         loss_scale="dynamic" if settings.dtype == "float16" else None,
     )

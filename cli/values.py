@@ -1,6 +1,7 @@
 """Values of flags, read and checked before anything heavy is imported."""
 
 import argparse
+from pathlib import Path
 from typing import Literal
 
 
@@ -46,6 +47,11 @@ def recompute(text: str) -> Literal["off", "full"] | int:
             return int(text)
         case _:
             raise argparse.ArgumentTypeError(f"off, full or a whole number from 0 up is needed: got {text!r}")
+
+
+def resumed_folder(text: str) -> Path | Literal[True]:
+    """Read a folder, or `auto`: that of --save, where there may be nothing yet."""
+    return True if text == "auto" else Path(text)
 
 
 def temperature(text: str) -> float:

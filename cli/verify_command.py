@@ -20,13 +20,17 @@ MAX_RANKS: Final = 4096
 EXIT_ILLEGAL: Final = 1
 EXIT_WRONG_INPUT: Final = 2
 
+# What breaks where the flags do not say by which rule a program updates its weights.
+RULES_OF_UPDATES: Final = ("gradient missing", "gradient buffer", "version overwritten", "staleness")
+
 EXAMPLES: Final = """\
 examples:
   stagewright verify schedule.csv
   stagewright verify schedule.csv --placement v --semantics buffered
   stagewright show zbv --ranks 4 --microbatches 8 --format csv | stagewright verify -
-  stagewright show 2bw --ranks 4 --microbatches 8 -o 2bw.csv
+  stagewright show 2bw --ranks 4 --microbatches 8 -o 2bw.csv                        which says what comes next:
   stagewright verify 2bw.csv --microbatches 8 --versions 2 --staleness 1
+  stagewright verify pipedream.csv --microbatches 8 --update-every 2 --versions 3 --staleness 2 --gradient-buffers 2
 
 A file has one line a rank and one cell an instruction, as torch.distributed.pipelining writes it (compute_only or
 compute_comms): 2F5 is the forward of microbatch 5 on stage 2, 2B5 its backward, 2I5 and 2W5 its halves, 2SEND_F5,
@@ -58,14 +62,27 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     shape.add_argument("--placement", choices=PLACEMENTS, help="which rank owns which stage")
     shape.add_argument("--chunks", type=count, metavar="V", help="stages that each rank owns")
     shape.add_argument("--microbatches", type=count, metavar="M", help="microbatches of one batch")
-    updates = parser.add_argument_group("updates", "by default one a batch, on weights that are never old")
-    updates.add_argument("--update-every", type=count, metavar="U", help="microbatches of one update (default M)")
+    updates = parser.add_argument_group(
+        "updates",
+        "by default one a batch, on weights that are never old; `stagewright show SCHEDULE -o FILE.csv` says what an "
+        "asynchronous one needs",
+    )
+    updates.add_argument(
+        "--update-every",
+        type=count,
+        metavar="U",
+        help="microbatches of one update (default M); of pipedream 1, with replicas one round over them",
+    )
     updates.add_argument("--versions", type=count, default=1, metavar="K", help="weight versions kept (default 1)")
     updates.add_argument(
         "--staleness", type=whole, default=0, metavar="D", help="updates a gradient may lag (default 0)"
     )
     updates.add_argument(
-        "--gradient-buffers", type=count, default=1, metavar="G", help="gradient sums kept a stage (default 1)"
+        "--gradient-buffers",
+        type=count,
+        default=1,
+        metavar="G",
+        help="gradient sums kept a stage (default 1); 2 where STEPs wait for other ranks, as with replicas",
     )
 
 
@@ -83,10 +100,12 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(summary(program, name, arguments.semantics))
     except ScheduleError as error:
         sys.stderr.write(f"{name}: {error}\n")
-        if arguments.microbatches is None and error.rule == "gradient missing":
+        if error.rule in RULES_OF_UPDATES:
             sys.stderr.write(
-                "where the file holds several batches, say --microbatches: those of one batch; and --versions and "
-                "--staleness where weights are not the newest ones\n"
+                "where the file holds several batches, say --microbatches: those of one batch; --update-every, where "
+                "an update takes fewer; --versions and --staleness, where weights are not the newest ones; and "
+                "--gradient-buffers 2, where backwards go on before an update: what `stagewright show SCHEDULE -o "
+                "FILE.csv` says of a program of ours\n"
             )
         return EXIT_ILLEGAL
     return 0
@@ -135,6 +154,19 @@ def program_of(text: str, arguments: argparse.Namespace) -> Program:
         arguments.gradient_buffers,
     )
     return replace(program, update_rule=rule)
+
+
+def flags_for(program: Program) -> list[str]:
+    """What to tell `verify` of a program beside its file, so that it is proved under its own update rule."""
+    rule, num_microbatches = program.updates, program.num_microbatches
+    flags = (  # each with its value and its default
+        ("--microbatches", num_microbatches, num_microbatches if program.num_batches == 1 else None),
+        ("--update-every", rule.microbatches_per_update, num_microbatches),
+        ("--versions", max(rule.num_versions), 1),
+        ("--staleness", rule.max_staleness, 0),
+        ("--gradient-buffers", rule.num_gradient_buffers, 1),
+    )
+    return [text for flag, number, default in flags if number != default for text in (flag, str(number))]
 
 
 def summary(program: Program, file: str, semantics: str) -> str:

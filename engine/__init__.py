@@ -15,6 +15,7 @@ from stagewright.engine.errors import NotFiniteError, PeerError, RankError
 from stagewright.engine.launch import launch_local
 from stagewright.engine.mesh import make_mesh
 from stagewright.engine.pipeline import Pipeline
+from stagewright.engine.preemption import Preemption
 from stagewright.engine.staleness import DiscrepancyCorrection, ErrorFeedback, LearningRateDiscount, WeightPrediction
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "PeerError",
     "PerMicrobatch",
     "Pipeline",
+    "Preemption",
     "RankContext",
     "RankError",
     "WeightPrediction",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from stagewright.engine.environment import started_rank
-from stagewright.engine.errors import PeerError, returned
+from stagewright.engine.errors import NotFiniteError, PeerError
 from stagewright.engine.meeting import meet
 from stagewright.engine.transport.contract import Transport
 from stagewright.engine.transport.gloo import GlooTransport
@@ -81,15 +81,14 @@ def from_environment() -> Iterator[RankContext]:
     dist.init_process_group(meeting.backend, store=meeting.store, rank=started.rank, world_size=started.num_ranks)
     transport = default_transport(meeting.device)
     # Apart from the transport, on which a rank that has returned sends no more.
-    farewell = GlooTransport(_host_group(transport))
+    farewell = GlooTransport(_host_group(transport), is_watched=False)
     try:
         yield context_of(transport)
-        transport.abort(returned(transport.rank))
+        transport.leave()
         farewell.gather(b"")  # no rank goes while another may still need it
     except BaseException as error:
-        reason = f"rank {transport.rank} failed: {type(error).__name__}: {error}"
-        transport.abort(reason)
-        farewell.abort(reason)
+        tell_end(transport, error)
+        farewell.abort(reason_of(transport, error))
         if isinstance(error, Exception) and not isinstance(error, PeerError) and transport.num_ranks > 1:
             time.sleep(_FAREWELL_SECONDS)
         raise
@@ -97,6 +96,23 @@ def from_environment() -> Iterator[RankContext]:
         transport.close()
         farewell.close()
         dist.destroy_process_group()
+
+
+def reason_of(transport: Transport, error: BaseException) -> str:
+    """Why a rank has failed, in words, where it has not said so in a step."""
+    if isinstance(error, PeerError):
+        return str(error)
+    place = transport.progress.place
+    where = "" if place.step < 0 else f" {place}"
+    return f"{transport.progress.name} failed{where}: {type(error).__name__}: {error}"
+
+
+def tell_end(transport: Transport, error: BaseException) -> None:
+    """Tell the other ranks that an error has ended this one, unless it ends them all by itself."""
+    if isinstance(error, NotFiniteError):
+        transport.leave()
+    else:
+        transport.abort(reason_of(transport, error))
 
 
 def _host_group(transport: Transport) -> dist.ProcessGroup:

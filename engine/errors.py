@@ -13,6 +13,7 @@ class RankError(RuntimeError):
     """A rank has died without raising anything, or has raised what could not be brought here as it was."""
 
 
-def returned(rank: int) -> str:
-    """What a rank is told that waits for one whose function has returned."""
-    return f"rank {rank} has returned while another rank still waits for what it sends"
+def returned(rank: int, num_batches: int = 0, replica: str = "") -> str:
+    """What a rank is told that waits for one whose function has returned, after so many batches."""
+    ended = f"data ended on rank {rank}{replica} after batch {num_batches}: " if num_batches else ""
+    return f"{ended}rank {rank}{replica} has returned while another rank still waits for what it sends"

@@ -8,10 +8,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stagewright.engine.agreement import Scalars
-from stagewright.engine.locals import add_over, groups_of, local_of, settle_gradient
+from stagewright.engine.locals import groups_of, local_of, settle_gradient
 from stagewright.engine.reduction import Reduction
 from stagewright.engine.replicas import Replicas
 from stagewright.engine.ties import Ties
+from stagewright.engine.transport.collective import CollectiveGroup
+from stagewright.engine.transport.group import Group, start_numbers
 from stagewright.engine.weights import StageWeights
 from stagewright.schedules import Placement
 
@@ -55,10 +57,14 @@ class Gradients:
             for parameter in of_stage.trained.values()
             if parameter not in repeated
         ]
-        # What counts in a norm, by the groups of ranks each of which has a part of it.
-        self._by_groups: dict[Sequence[dist.ProcessGroup], list[nn.Parameter]] = {}
+        by_groups: dict[Sequence[dist.ProcessGroup], list[nn.Parameter]] = {}
         for parameter in counted:
-            self._by_groups.setdefault(groups_of(parameter), []).append(parameter)
+            by_groups.setdefault(groups_of(parameter), []).append(parameter)
+        # What counts in a norm, with the groups of ranks each of which has a part of it.
+        self._counted = [
+            ([CollectiveGroup(group, parameters[0].device) for group in groups], parameters)
+            for groups, parameters in by_groups.items()
+        ]
 
     def begin(self) -> None:
         """Set aside what earlier batches left."""
@@ -98,12 +104,12 @@ class Gradients:
         """What this rank contributes to the norm of all ranks' gradients."""
         before = self._earlier or {}
         new = earlier = mixed = 0.0
-        for groups, parameters in self._by_groups.items():
+        for groups, parameters in self._counted:
             for parameter in parameters:
                 settle_gradient(parameter)
             pairs = [(before.get(parameter), parameter.grad) for parameter in parameters]
             sums = [_sum_of_products([(n, n) for _, n in pairs]), _sum_of_products([(e, e) for e, _ in pairs])]
-            of_new, of_earlier, of_both = add_over(groups, [*sums, _sum_of_products(pairs)], parameters[0].device)
+            of_new, of_earlier, of_both = _add_over(groups, [*sums, _sum_of_products(pairs)])
             new, earlier, mixed = new + of_new, earlier + of_earlier, mixed + of_both
         overflow = not all(map(math.isfinite, (new, earlier, mixed)))
         return Scalars(earlier=earlier, mixed=mixed, new=new, overflow=overflow)
@@ -141,6 +147,13 @@ class Gradients:
         self._replicas.clear()
         self._ties.clear()
         self.discard()
+
+
+def _add_over(groups: Sequence[Group], numbers: Sequence[float]) -> Sequence[float]:
+    """Numbers that each rank has for its part, added up over the ranks of some groups."""
+    for group in groups:
+        numbers = start_numbers(group, numbers).wait().tolist()
+    return numbers
 
 
 def _sum_of_products(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> float:

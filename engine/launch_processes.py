@@ -22,6 +22,8 @@ from stagewright.engine.rank_process import Failure, Report, Success, Task, rank
 
 # How long a rank may take to say what went wrong after another has died, and to end once all are done or one failed.
 _GRACE_SECONDS: Final = 3.0
+# And how long, to end by itself, once it has been told which other one has failed.
+_LAST_WORDS_SECONDS: Final = 1.0
 # A rank that was killed can leave processes that hold its pipe open: so it is also looked at this often.
 _POLL_SECONDS: Final = 0.5
 # How often a thread of GNU's OpenMP looks for work before it sleeps: as where it sees more threads than cores. 300,000,
@@ -101,14 +103,12 @@ class _Processes:
             if failures and deadline is None:
                 deadline = monotonic() + _GRACE_SECONDS
             # Who only suffers from another's failure may be the first to report: that other one has some time, then.
-            if not all(failure.is_consequence for failure in failures.values()):
-                break
+            if deadline is not None and not all(failure.is_consequence for failure in failures.values()):
+                deadline = min(deadline, monotonic() + _LAST_WORDS_SECONDS)
             if deadline is not None and monotonic() > deadline:
                 break
         if failures:
-            causes = [rank for rank, failure in failures.items() if not failure.is_consequence]
-            rank = (causes or list(failures))[0]
-            raise _as_error(rank, failures[rank])
+            raise _error_of(failures)
         self._dismiss()
         return [results[rank] for rank in range(len(self._pipes))]
 
@@ -216,6 +216,17 @@ def _unpacked(data: bytes, rank: int) -> Any:
         return pickle.loads(data)
     except Exception as error:
         raise RankError(f"what rank {rank} returned cannot be read by the launcher: {error}") from error
+
+
+def _error_of(failures: Mapping[int, Failure]) -> BaseException:
+    """The first error that is no consequence of another rank's; of a rank that has died also what the others saw."""
+    in_order = sorted(failures, key=lambda rank: (failures[rank].is_consequence, failures[rank].moment))
+    first = in_order[0]
+    error = _as_error(first, failures[first])
+    seen = [failures[rank].summary for rank in in_order if failures[rank].is_consequence]
+    if seen and not failures[first].text:
+        error.add_note(seen[0].partition(": ")[2])
+    return error
 
 
 def _as_error(rank: int, failure: Failure) -> BaseException:

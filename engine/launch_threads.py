@@ -2,12 +2,15 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
-from stagewright.engine.context import RankContext, context_of
+from stagewright.engine.context import RankContext, context_of, tell_end
 from stagewright.engine.errors import PeerError, RankError
 from stagewright.engine.transport.contract import Transport
 from stagewright.engine.transport.threads import Hub
+
+# How often a thread that does not end is looked at.
+_LOOK_SECONDS: Final = 0.5
 
 
 def run_threads(
@@ -26,19 +29,17 @@ def run_threads(
             another is woken, one that computes gets to its next message first.
     """
     failures: list[BaseException] = []
-    ranks = [_ThreadRank(function, hub, context_of(transport), args, failures) for transport in transports]
+    ranks = [_ThreadRank(function, context_of(transport), args, failures) for transport in transports]
     threads = [
         threading.Thread(target=rank.run, name=f"stagewright rank {rank.context.rank}", daemon=True) for rank in ranks
     ]
     for thread in threads:
         thread.start()
     try:
-        for thread in threads:
-            thread.join()
+        _join(threads, hub)
     except BaseException:
         hub.fail("the launcher was interrupted")
-        for thread in threads:
-            thread.join()
+        _join(threads, hub)
         raise
     if failures:
         raise next((error for error in failures if not isinstance(error, PeerError)), failures[0])
@@ -50,7 +51,6 @@ class _ThreadRank:
 
     Args:
         function, args: what to run.
-        hub: where to tell the others how it ended.
         context: of this rank.
         failures: the errors of all ranks, in the order in which they were raised.
     """
@@ -58,7 +58,6 @@ class _ThreadRank:
     def __init__(
         self,
         function: Callable[..., Any],
-        hub: Hub,
         context: RankContext,
         args: tuple[Any, ...],
         failures: list[BaseException],
@@ -66,7 +65,6 @@ class _ThreadRank:
         self.context = context
         self.result: Any = None
         self._function, self._args = function, args
-        self._hub = hub
         self._failures = failures
 
     def run(self) -> None:
@@ -74,10 +72,17 @@ class _ThreadRank:
         rank = self.context.rank
         try:
             self.result = self._function(self.context, *self._args)
-            self._hub.leave(rank)
+            self.context.transport.leave()
         except BaseException as error:
             self._failures.append(error if isinstance(error, Exception) else _as_rank_error(rank, error))
-            self.context.transport.abort(f"rank {rank} failed: {type(error).__name__}: {error}")
+            tell_end(self.context.transport, error)
+
+
+def _join(threads: Sequence[threading.Thread], hub: Hub) -> None:
+    """Wait for all ranks but those that do not go on, and cannot be ended: these are given up."""
+    for rank, thread in enumerate(threads):
+        while thread.is_alive() and rank not in hub.stuck:
+            thread.join(_LOOK_SECONDS)
 
 
 def _as_rank_error(rank: int, error: BaseException) -> RankError:

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -65,14 +64,3 @@ def groups_of(parameter: nn.Parameter) -> Sequence[dist.ProcessGroup]:
         for dimension, placement in enumerate(parameter.placements)
         if not placement.is_replicate()
     )
-
-
-def add_over(groups: Sequence[dist.ProcessGroup], numbers: Sequence[float], device: torch.device) -> Sequence[float]:
-    """Numbers that each rank has for its part, added up over the ranks of some groups."""
-    if not groups:
-        return numbers
-    total = torch.tensor(numbers, dtype=torch.float64, device=device)
-    for group in groups:
-        dist.all_reduce(total, group=group)
-    added: list[float] = total.tolist()
-    return added

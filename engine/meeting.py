@@ -11,6 +11,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from stagewright.engine.environment import LOOPBACK, StartedRank, meeting_point
+from stagewright.engine.rounds import enter_round
 
 _LOOPBACK_INTERFACES: Final = ("lo", "lo0")
 _CPU: Final = "cpu"
@@ -91,7 +92,7 @@ def _store(started: StartedRank, address: str, port: int) -> Store:
             "MASTER_PORT name others"
         )
         raise
-    return PrefixStore("stagewright", store)
+    return enter_round(PrefixStore("stagewright", store), started.rank, started.num_ranks)
 
 
 def _told(store: Store, what: str, started: StartedRank, text: str) -> list[str]:

@@ -21,6 +21,7 @@ from stagewright.engine.roll_call import RollCall
 from stagewright.engine.run import Run
 from stagewright.engine.staleness import Remedy
 from stagewright.engine.state import load_state, state_of
+from stagewright.engine.timeout import watch
 from stagewright.engine.training import training_of
 from stagewright.engine.transport.contract import Session, Transport
 from stagewright.engine.value import Value
@@ -71,6 +72,9 @@ class Pipeline(RankView):
             a schedule has no such gradients they change nothing.
         on_nan: when the loss of a microbatch is NaN or infinite, ``"raise"`` a ``NotFiniteError`` on every rank before
             any weight changes, or ``"skip"`` the update on all, as ``skipped`` then tells; by default nobody looks.
+        timeout: seconds without progress after which a rank that waits finds out which rank keeps it waiting, and all
+            end with an error that names that one; that of the process group where left out, else half an hour. It must
+            be longer than whatever a rank does alone, such as writing a checkpoint while the others wait.
         options: of the schedule.
 
     Raises:
@@ -102,9 +106,11 @@ class Pipeline(RankView):
         deferred_batch_norm: bool = False,
         staleness: Remedy | Sequence[Remedy] = (),
         on_nan: OnNan | None = None,
+        timeout: float | None = None,
         **options: Any,
     ) -> None:
         connection, group = connect(mesh, transport)
+        watch(connection, group, timeout)
         with RollCall(connection, group) as roll_call:
             program, asynchronous = plan_of(schedule, connection.num_ranks, num_microbatches, options)
             chosen = Options(
@@ -122,6 +128,7 @@ class Pipeline(RankView):
                 on_nan=on_nan,
             )
             roll_call.answer(schedule, options, program, asynchronous, chosen, share_loss, dynamic_shapes)
+        self._mesh = mesh
         self._num_microbatches = program.num_microbatches
         self._placement = program.placement
         self._share_loss = share_loss
@@ -237,6 +244,7 @@ class Pipeline(RankView):
             self._history.add(self._training.train(run, updates=updates), run)
         loss.warn_if_detached(self.num_steps)
         self.num_steps += 1
+        self._transport.progress.num_batches = self.num_steps
         return self._shared(loss.means())
 
     def _evaluate(self, x: Value, loss: BatchLoss | None, count: int, keywords: Mapping[str, Value]) -> Run:

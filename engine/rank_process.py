@@ -9,9 +9,10 @@ import threading
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from time import monotonic
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -19,13 +20,15 @@ import torch.distributed as dist
 from tblib import Traceback
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from stagewright.engine.context import context_of, num_cores
-from stagewright.engine.errors import PeerError, RankError, returned
+from stagewright.engine.context import context_of, num_cores, tell_end
+from stagewright.engine.errors import PeerError, RankError
 from stagewright.engine.meeting import use_loopback
 from stagewright.engine.transport.gloo import GlooTransport
 
 # In what text gloo's own errors are told from others: they begin with a place in its source.
 _GLOO_SOURCE: Final = "/gloo/"
+# And what it says of an operation that was broken off because a rank has failed.
+_BROKEN_OFF: Final = "Application timeout caused pair closure"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class Failure:
         frames: of the traceback, as plain data, where the error has no causes.
         error: the error itself, pickled; None where that cannot be done.
         is_consequence: whether it is only what a rank sees when another one has failed.
+        moment: when it was, by a clock that all processes share.
     """
 
     summary: str
@@ -70,6 +74,7 @@ class Failure:
     frames: Mapping[str, Any] | None = None
     error: bytes | None = None
     is_consequence: bool = False
+    moment: float = field(default_factory=monotonic)
 
 
 Report: TypeAlias = Success | Failure
@@ -98,11 +103,15 @@ def _run(task: Task) -> Report:
         function, args = _load(task)
         torch.set_num_threads(max(1, num_cores() // task.num_ranks))
         _connect(task)
-        context = context_of(GlooTransport())
-        result = _dump(function(context, *args), task.rank)
-        context.transport.abort(returned(task.rank))  # whoever waits for this rank, now or later, is told
+        transport = GlooTransport()
+    except BaseException as error:
+        return failure_of(error)
+    try:
+        result = _dump(function(context_of(transport), *args), task.rank)
+        transport.leave()  # whoever waits for this rank, now or later, is told
         return Success(result)
     except BaseException as error:
+        tell_end(transport, error)
         return failure_of(error)
 
 
@@ -159,7 +168,8 @@ def is_consequence(error: BaseException) -> bool:
     """Whether an error is what a rank sees when another one has gone; in user code that talks to others too."""
     if isinstance(error, PeerError | dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and not isinstance(error, RankError) and _GLOO_SOURCE in str(error)
+    said = str(error) if isinstance(error, RuntimeError) and not isinstance(error, RankError) else ""
+    return _GLOO_SOURCE in said or said == _BROKEN_OFF
 
 
 def _pickled(error: BaseException) -> bytes | None:

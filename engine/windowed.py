@@ -69,6 +69,7 @@ class WindowedTraining:
         if not updates:
             self.refuse_to_stop()
         self._refuse_after_failure()
+        self._transport.begin_batch()
         first_update = 1 + self.num_batches * self._updates_per_batch
         self._assembly.updater.plan(range(first_update, first_update + self._updates_per_batch))
         if not self.in_flight:
@@ -86,7 +87,10 @@ class WindowedTraining:
         self._refuse_after_failure()
         if not self.in_flight:
             return
-        self._run(self._windows.drain(self.num_batches, self.num_drained), Run(step, (), (), None, train=True))
+        self._transport.drain()
+        piece = self._windows.drain(self.num_batches, self.num_drained)
+        with self._assembly.norms.repeating():
+            self._run(piece, Run(step, (), (), None, train=True))
         self._transport.end()
         self.num_drained = self.num_batches
         for weights in self._assembly.weights.values():
@@ -115,15 +119,24 @@ class WindowedTraining:
         """How far the schedule has come, and the older versions that it will still read; nothing may be in flight."""
         assert not self.in_flight, "what is in flight cannot be kept"
         older = {stage: weights.older_versions() for stage, weights in self._assembly.weights.items()}
-        return {"schedule": repr(self._schedule), "num_batches": self.num_batches, "older_versions": older}
+        return {"schedule": self._rule, "num_batches": self.num_batches, "older_versions": older}
+
+    @property
+    def _rule(self) -> str:
+        """What another training must have in common to go on with these versions.
+
+        With one update a batch all stages keep the same versions, however many there are and wherever they live; with
+        more, what is kept depends on the stage and its shape.
+        """
+        return self._schedule.name if self._updates_per_batch == 1 else repr(self._schedule)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict``; the modules have loaded the newest version.
 
-        The state of another schedule, or number of microbatches, tells the weights and no more: then the rule
-        of versions starts anew.
+        The state of another schedule, or of pipedream in another shape, tells the weights and no more: then the rule of
+        versions starts anew.
         """
-        goes_on = state.get("schedule") == repr(self._schedule)
+        goes_on = state.get("schedule") == self._rule
         self.num_batches = self.num_drained = state["num_batches"] if goes_on else 0
         newest = self.num_batches * self._updates_per_batch
         for stage, weights in self._assembly.weights.items():

@@ -105,8 +105,10 @@ class Program:
         return Table(self.streams, self.placement, self.num_microbatches * self.num_batches)
 
     def to_csv(self) -> str:
-        """Write the streams in torch's format: one line a rank, cells separated by commas."""
-        return "".join(",".join(map(str, stream)) + "\n" for stream in self.streams)
+        """Write the streams in torch's format: one line a rank, cells separated by commas; an idle rank has none but
+        empty cells, for a line without any is no rank's.
+        """
+        return "".join((",".join(map(str, stream)) or ",") + "\n" for stream in self.streams)
 
     @classmethod
     def from_csv(
@@ -132,7 +134,7 @@ class Program:
         """
         if len(text) > MAX_CHARACTERS:
             raise ScheduleError(f"{len(text)} characters are too many for a program: at most {MAX_CHARACTERS}")
-        streams = tuple(_parse_line(line, rank) for rank, line in enumerate(text.splitlines()) if line.strip())
+        streams = tuple(_parse_line(line, rank) for rank, line in enumerate(text.split("\n")) if line.strip())
         if not streams:
             raise ScheduleError("a program has at least one rank: the text holds no line with a token")
         computations = [_computations(stream) for stream in streams]

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -10,17 +11,32 @@ from typing import Any
 import pytest
 import torch
 from breaking import fail_with_receives_posted
+from launching import launch_on
+from meshes import use_mesh_of
+from mismatched import train_to_the_end_of_the_data
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.distributed import HashStore
+from unlike import try_to_train
 
-from stagewright.engine import PeerError, Pipeline, RankContext, RankError, launch_local
+from stagewright.cli.cutting import read_profile
+from stagewright.cli.main import main
+from stagewright.engine import PeerError, Pipeline, RankContext, RankError, launch_local, read_state_dict
 from stagewright.engine.batch import join, split_keywords
+from stagewright.engine.checkpoint.files import Written
+from stagewright.engine.checkpoint.index import Index, read_index
+from stagewright.engine.checkpoint.source import Source
+from stagewright.engine.environment import started_rank
+from stagewright.engine.nodelist import first_node
 from stagewright.engine.optimizers import Plans
+from stagewright.engine.rounds import enter_round
 from stagewright.engine.transport.contract import Channel, Session
 from stagewright.engine.transport.device import DeviceTransport, _as_bytes
 from stagewright.engine.transport.frame import FrameCodec
 from stagewright.engine.transport.threads import Hub, ThreadTransport
-from stagewright.engine.value import check_crossing, pack
+from stagewright.engine.value import check_crossing, pack, read_layout
+from stagewright.models import cut_by_counts, cut_by_layout, cut_sequential
+from stagewright.models.cut import parts_of_transformer
 from stagewright.schedules import Program, ScheduleError, create, simulate, verify
 from stagewright.schedules.asynchronous import AsynchronousSchedule
 from stagewright.schedules.placement import linear
@@ -63,8 +79,8 @@ def test_what_changed_in_place_in_a_message_spoilt_its_other_tensors() -> None:
     when a stage worked in place on one: over gloo, but not in one process."""
     codec = FrameCodec(torch.device("cpu"))
     frame = codec.write(pack((torch.ones(3), torch.ones(3)), "stage 0"), 1, 0)
-    codec.num_bytes(frame, 0)
-    first, second = codec.read(frame, 1, 0, 0).tensors
+    codec.num_bytes(frame.numpy().data, 0)
+    first, second = codec.read(frame.numpy().data, 1, 0, 0).tensors
     weight = torch.ones(3, requires_grad=True)
     loss = (second * weight).sum()
     first.add_(1)
@@ -668,3 +684,172 @@ def test_ranks_were_born_with_an_ear_for_ctrl_c(tmp_path: Path) -> None:
     script.write_text(MASKS, encoding="utf-8")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=100)
     assert [line for line in done.stdout.splitlines() if line.startswith("rank")] == ["rank True"] * 2
+
+
+def statistics_of_normed(context: RankContext, schedule: str, recompute: str) -> list[Tensor]:
+    with Pipeline(
+        lambda stage: nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)) if stage == 0 else nn.Linear(2, 2),
+        schedule=schedule,
+        replicas=(2, 1),
+        num_microbatches=4,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        transport=context.transport,
+        deferred_batch_norm=True,
+        recompute=recompute,
+    ) as pipe:
+        x = torch.arange(32.0).reshape(16, 2)
+        pipe.train_step(x, x)
+        pipe.flush()
+        return [buffer for module in pipe.modules.values() for name, buffer in module.named_buffers() if "mean" in name]
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+@pytest.mark.parametrize("recompute", ["off", "full"])
+def test_batch_norms_told_each_other_of_a_batch_with_gradients_that_came_later(schedule: str, recompute: str) -> None:
+    """Copies of a stage exchanged what they had seen with the sums of gradients, which without a flush lie in the next
+    batch, so that each copy remembered something else. And what was computed again in the drain was an error."""
+    one, other, nothing = launch_local(statistics_of_normed, 3, backend="threads", args=(schedule, recompute))
+    assert nothing == []
+    for (mean,) in (one, other):
+        torch.testing.assert_close(mean, 0.1 * torch.tensor([15.0, 16.0]))
+
+
+def test_a_mesh_in_another_order_than_torchs_groups_hung() -> None:
+    """torch sorts the ranks of each group, so rank 3, the mesh's first of a pipeline, was the last of its group."""
+    (said,) = {*map(tuple, launch_on("gloo", use_mesh_of, 4, ([[[3, 0], [1, 2]]], ("pp", "dp"))))}
+    assert said[0].startswith("ranks ascend along the dimension 'pp' of a mesh")
+
+
+def test_replicas_with_a_parameter_frozen_on_one_aborted_the_process() -> None:
+    """gloo was given 88 bytes to add to 80."""
+    (said,) = set(launch_on("gloo", try_to_train, 4, ({3: "frozen"}, "1f1b", 2, {})))
+    assert "1.bias of stage 1 is trained float64[6] on rank 1 of replica 0, frozen float64[6] on rank 1 of" in said
+
+
+def test_ranks_left_in_the_environment_made_a_training_of_each_process() -> None:
+    """RANK and WORLD_SIZE of another launch came before what mpirun said."""
+    variables = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "0", "WORLD_SIZE": "1"}
+    with pytest.raises(
+        ValueError, match="WORLD_SIZE=1 contradicts OMPI_COMM_WORLD_SIZE=2, .* unset RANK and WORLD_SIZE"
+    ):
+        started_rank(variables)
+
+
+def test_a_list_of_very_many_machines_filled_the_memory() -> None:
+    """All were written out, for the sake of the first one."""
+    assert first_node("n[1-99999999999]") == ("n1", False)
+
+
+def test_a_cut_of_floats_could_be_made_and_not_built() -> None:
+    parts = parts_of_transformer(6)
+    for counts in ((2.0, 4), (True, 5)):
+        with pytest.raises(TypeError, match="the layers of stage 0 must be a whole number: got"):
+            cut_by_counts(parts, counts)
+
+
+def test_fewer_layers_than_stages_were_a_cut_if_counted_by_hand() -> None:
+    """An embedding alone made the first stage, a head alone the last one, and there was one layer between them."""
+    parts = parts_of_transformer(1)
+    for cut in (partial(cut_by_counts, parts, (0, 1, 0)), partial(cut_by_layout, parts, "E|t|L")):
+        with pytest.raises(ValueError, match="every stage needs at least 1 layer: got 1 layers for 3 stages"):
+            cut()
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_a_tensor_that_is_no_buffer_stayed_on_the_meta_device() -> None:
+    """So did the weights in the list that an LSTM keeps of them."""
+    with pytest.raises(ValueError, match="0, a Plain, has in scale what is neither parameter nor buffer"):
+        cut_sequential(lambda: nn.Sequential(Plain())).build(range(1))
+    output, _ = cut_sequential(lambda: nn.Sequential(nn.LSTM(2, 3))).build(range(1))(torch.ones(4, 1, 2))
+    assert not output.is_meta
+
+
+def test_nobody_said_what_proves_a_program_with_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --gradient-buffers and --update-every it was refused, and neither hint nor help spoke of them."""
+    file = str(tmp_path / "pipedream.csv")
+    flags = ["--ranks", "3", "--microbatches", "4", "--schedule-option", "replicas=2,1", "-o", file]
+    assert main(["show", "pipedream", *flags]) == 0
+    command = capsys.readouterr().err.removeprefix("to prove it: stagewright ")
+    assert "--update-every 2" in command
+    assert "--gradient-buffers 2" in command
+    assert main(command.split()) == 0
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "utf-8-sig"])
+def test_json_of_others_was_read_in_whatever_encoding_it_seemed_to_be(encoding: str, tmp_path: Path) -> None:
+    """The json module guesses the encoding of bytes, lets half characters pass, and imports code for the purpose."""
+    with pytest.raises(ValueError, match="describes itself in a way that cannot be read"):
+        read_layout('["n",[],[],[]]'.encode(encoding))
+    (tmp_path / "index.json").write_bytes('{"sha256": "", "content": {}}'.encode(encoding))
+    with pytest.raises(ValueError, match=r"index.json cannot be read: (.*codec can't decode|Unexpected UTF-8 BOM|Exp)"):
+        read_index(tmp_path)
+    text = "{}".encode(encoding)
+    (tmp_path / "weights").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(ValueError, match="weights cannot be read: "):
+        read_state_dict(tmp_path / "weights")
+
+
+def test_a_checkpoint_whose_further_names_were_none_was_a_type_error(tmp_path: Path) -> None:
+    """A list in the place of a name cannot be looked up."""
+    rank = {"tensors": [], "aliases": {"head.weight": ["embedding.weight"]}, "shape": [1, 1]}
+    index = Index(1, [Written(0, "")], [rank])
+    (tmp_path / "index.json").write_bytes(index.to_json())
+    with pytest.raises(ValueError, match=r"index.json cannot be read: head.weight should be another name"):
+        Source(tmp_path)
+
+
+def test_a_profile_was_read_whole_before_anybody_saw_how_long_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # takes no room on the disk
+    with pytest.raises(ValueError, match="at most 16000000 characters"):
+        read_profile(path)
+
+
+def test_a_rank_that_does_nothing_was_lost_on_its_way_through_a_file() -> None:
+    """It was written as an empty line, which is no rank's, and all ranks after it moved up by one."""
+    program = Program.from_csv(",\n0F0,0B0,0STEP@1")
+    assert program.to_csv() == ",\n0F0,0B0,0STEP@1\n"
+    assert Program.from_csv(program.to_csv()).streams == program.streams == ((), program.streams[1])
+
+
+@pytest.mark.parametrize("mark", ["\f", "\v", "\x1c", "\x85", "\u2028", "\r"])
+def test_more_than_the_end_of_a_line_ended_a_rank(mark: str) -> None:
+    """Python sees lines where editors and csv readers see none: what followed a form feed was another rank's."""
+    (stream,) = Program.from_csv(f"0F0,{mark}0B0,0STEP@1\r\n").streams
+    assert list(map(str, stream)) == ["0F0", "0B0", "0STEP@1"]
+
+
+def test_ranks_that_torchrun_started_again_read_what_those_before_them_had_left() -> None:
+    """torchrun keeps one store for all restarts: ranks called addresses at which nobody listened any more, and used up
+    restarts in vain; on several machines, which count restarts each for itself, all of them."""
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        for attempt in range(3):
+            rounds = list(pool.map(enter_round, [store] * 2, range(2), [2] * 2))
+            assert not any(own.check(["address of rank 0"]) for own in rounds)
+            rounds[0].set("address of rank 0", str(attempt))
+            assert rounds[1].get("address of rank 0") == str(attempt).encode()
+
+
+def test_a_pipeline_without_a_flush_hung_where_the_first_rank_had_one_batch_less() -> None:
+    """It drained, and waited for gradients; the others had begun a batch whose activations it never sent."""
+    said = launch_local(train_to_the_end_of_the_data, 3, backend="threads", args=("2bw", 0))
+    assert all(text.startswith("data ended on rank 0 after batch 2") for text in said)
+
+
+def test_a_device_waited_for_ever_for_a_rank_whose_data_had_ended() -> None:
+    """On NCCL a receive that nobody sends to keeps the device, and then the host, busy until the watchdog kills the
+    process; layouts travel in the first step only, so that the hosts had nothing to hear of it by."""
+    said = launch_on("double", train_to_the_end_of_the_data, 3, ("1f1b", 1))
+    assert said[1] == "2 steps"
+    assert all("rank 1 has returned while another rank still waits" in text for text in (said[0], said[2]))

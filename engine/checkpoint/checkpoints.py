@@ -11,6 +11,7 @@ from stagewright.engine.checkpoint.record import Stateful, share_of
 from stagewright.engine.checkpoint.restoring import Restoration, check_all_used, names_in_use
 from stagewright.engine.checkpoint.saving import BackgroundSave, Target, finish, prepare, write_shard
 from stagewright.engine.checkpoint.source import Source
+from stagewright.engine.checkpoint.spread import writes
 from stagewright.engine.checkpoint.whole import Agreement, number_of
 from stagewright.engine.pipeline import Pipeline
 
@@ -87,8 +88,11 @@ class Checkpoints:
             raise ValueError(f"steps are counted from 0: got step {step}")
         with Agreement(self._pipe, f"save step {step}") as agreement:
             share = share_of(self._pipe, self._names, self._parts)
-            name = prepare(self._files, self.folder, step).name if number == 0 else None
+            is_first = number == 0 and writes(self._pipe)
+            name = prepare(self._files, self.folder, step).name if is_first else None
             agreement.own = [step, name, share.record]
+        if not writes(self._pipe):
+            return
         steps, names, records = zip(*agreement.of_ranks)
         if set(steps) != {step}:
             raise ValueError(f"all ranks save the same step: got {sorted(set(steps))}")

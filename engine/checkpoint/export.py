@@ -14,6 +14,7 @@ from stagewright.engine.checkpoint.record import first_copies
 from stagewright.engine.checkpoint.restoring import restored_part
 from stagewright.engine.checkpoint.shards import Shard, parts_of, shard_of_bytes, unreadable
 from stagewright.engine.checkpoint.source import Source
+from stagewright.engine.checkpoint.spread import gathered, spread_as
 from stagewright.engine.checkpoint.weights import listed
 from stagewright.engine.pipeline import Pipeline
 from stagewright.engine.transport.contract import Session
@@ -36,7 +37,7 @@ def full_state_dict(pipe: Pipeline, global_name: GlobalName | None = None) -> di
         ValueError: a stage keeps something else than plain tensors, or names are not unique.
     """
     names = Names(pipe.modules, global_name)
-    stages = pipe.state_dict()["stages"]
+    stages = gathered(pipe.state_dict()["stages"])
     own = {
         names.of(stage, name): value
         for stage in sorted(first_copies(pipe))
@@ -81,8 +82,13 @@ def load_full_state_dict(pipe: Pipeline, state: Mapping[str, Tensor], global_nam
             found = state[known[name]]
             if isinstance(value, Tensor) and found.shape != value.shape:
                 raise ValueError(f"{known[name]} is {list(found.shape)} in the state dict: it is {list(value.shape)}")
-        stages[stage] = {name: state[known[name]] for name in weights}
+        stages[stage] = {name: _placed(value, state[known[name]]) for name, value in weights.items()}
     pipe.load_state_dict({**now, "stages": stages, "masters": {}, "training": {}})
+
+
+def _placed(now: Any, found: Any) -> Any:
+    """A weight where it belongs, if it is one."""
+    return spread_as(now, found) if isinstance(now, Tensor) and isinstance(found, Tensor) else found
 
 
 def read_state_dict(path: Path | str) -> dict[str, Tensor]:

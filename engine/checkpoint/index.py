@@ -99,7 +99,7 @@ class Index:
         """
         head, body = data[: len(_HEAD % _NO_SHA256)], data[len(_HEAD % _NO_SHA256) : -len(_TAIL)]
         sha256 = hashlib.sha256(body).hexdigest()
-        match json.loads(data):
+        match json.loads(data.decode()):
             case {"sha256": str(), "content": {"format": "stagewright checkpoint", **content}}:
                 if head != _HEAD % sha256.encode() or data[-len(_TAIL) :] != _TAIL:
                     raise ValueError(f"its contents have changed since they were written: their SHA-256 is {sha256}")

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from stagewright.engine.checkpoint.index import Record
 from stagewright.engine.checkpoint.names import Names
-from stagewright.engine.checkpoint.record import names_of_parameters
+from stagewright.engine.checkpoint.record import names_of_parameters, parameters_of
 from stagewright.engine.checkpoint.source import Source, take
+from stagewright.engine.checkpoint.spread import spread_as
 from stagewright.engine.pipeline import Pipeline
 
 
@@ -35,6 +36,7 @@ def restored_optimizer(
             f"the checkpoint is of a training with {', '.join(sorted(kinds))}: this is one with {own_kind}"
         )
     numbered = names_of_parameters(pipe, names)
+    parameters = parameters_of(pipe)
     states = source.by_name(_states)
     settings = _Settings(source)
     state: dict[int, Any] = {}
@@ -44,6 +46,7 @@ def restored_optimizer(
             state[number] = copy.deepcopy(source.decode(states[name]))
             if not isinstance(state[number], dict):
                 raise ValueError(f"what an optimizer remembers of {name} is a dict: got {type(state[number]).__name__}")
+            state[number] = {key: _spread(value, parameters[number]) for key, value in state[number].items()}
     groups = []
     for group in now["param_groups"]:
         restored = settings.of([numbered[number] for number in group["params"]])
@@ -69,6 +72,11 @@ def restored_staleness(pipe: Pipeline, names: Names, source: Source) -> list[tup
             }
         restored.append((kind, state))
     return restored
+
+
+def _spread(value: Any, parameter: Tensor) -> Any:
+    """What is remembered of a parameter element by element lies where these do."""
+    return spread_as(parameter, value) if isinstance(value, Tensor) and value.shape == parameter.shape else value
 
 
 class _Settings:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from stagewright.engine.checkpoint.names import Names
 from stagewright.engine.checkpoint.random import random_state
+from stagewright.engine.checkpoint.spread import gathered, writes
 from stagewright.engine.checkpoint.values import encode
 from stagewright.engine.checkpoint.whole import number_of, shape_of
 from stagewright.engine.pipeline import Pipeline
@@ -59,7 +60,7 @@ def share_of(pipe: Pipeline, names: Names, parts: Mapping[str, Stateful | None])
         ValueError: something cannot be kept.
     """
     share = Share()
-    state = pipe.state_dict()
+    state = gathered(pipe.state_dict(), keeps=writes(pipe) and pipe.replica == 0)
     own = f"rank-{number_of(pipe)}"
     written = written_stages(pipe)
     values = _add_weights(share, state, names, written)
@@ -86,7 +87,7 @@ def share_of(pipe: Pipeline, names: Names, parts: Mapping[str, Stateful | None])
 
 def written_stages(pipe: Pipeline) -> set[int]:
     """The stages that this rank writes: those of which it has the first copy, in the first replica."""
-    return set() if pipe.replica else first_copies(pipe)
+    return first_copies(pipe) if pipe.replica == 0 and writes(pipe) else set()
 
 
 def first_copies(pipe: Pipeline) -> set[int]:
@@ -106,12 +107,16 @@ def names_of_parameters(pipe: Pipeline, names: Names) -> list[str]:
         for stage, weights in pipe._assembly.weights.items()
         for name, parameter in weights.trained.items()
     }
-    parameters: list[nn.Parameter] = [
-        parameter for group in (pipe.optimizer.param_groups if pipe.optimizer else []) for parameter in group["params"]
-    ]
+    parameters = parameters_of(pipe)
     if not all(parameter in known for parameter in parameters):
         raise ValueError("the optimizer trains parameters that are none of the stages': a checkpoint has no names")
     return [known[parameter] for parameter in parameters]
+
+
+def parameters_of(pipe: Pipeline) -> list[nn.Parameter]:
+    """What the optimizer trains, in the order in which it numbers them."""
+    groups = pipe.optimizer.param_groups if pipe.optimizer is not None else []
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def written_parameters(pipe: Pipeline, names: Names) -> set[str]:

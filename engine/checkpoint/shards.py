@@ -143,7 +143,7 @@ def shard_of_bytes(data: bytes) -> dict[str, Tensor]:
     """The tensors of a shard that another rank has sent."""
     start = 8 + int.from_bytes(data[:8], "little")
     tensors = {}
-    for name, value in json.loads(data[8:start]).items():
+    for name, value in json.loads(data[8:start].decode()).items():
         entry = _entry(name, value)
         tensors[name] = torch.empty(entry.shape, dtype=entry.dtype)
         bytes_of(tensors[name])[:] = data[start + entry.start : start + entry.end]
@@ -172,7 +172,7 @@ def _read_header(file: BinaryIO, size: int) -> tuple[int, dict[str, Any]]:
     num_bytes = int.from_bytes(file.read(8), "little")
     if size < 8 or num_bytes > min(size - 8, _MAX_HEADER):
         raise ValueError(f"it has {size} bytes, too few for a header of {num_bytes}: this is no safetensors file")
-    header = json.loads(file.read(num_bytes))
+    header = json.loads(file.read(num_bytes).decode())
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object: this is no safetensors file")
     return 8 + num_bytes, header

@@ -34,7 +34,7 @@ class Source:
             self._shard_of = self.index.shard_of
             self._aliases: dict[str, str] = {}
             for record in self.records:
-                self._aliases |= take(record, "aliases", dict)
+                self._aliases |= _checked_aliases(take(record, "aliases", dict))
             _check_shape(take(self.first, "shape", list), len(self.records))
         except ValueError as error:
             raise unreadable(folder / INDEX, error) from error
@@ -108,6 +108,14 @@ def take(record: Any, key: str, kind: type[T]) -> T:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(f"{key} should be of type {kind.__name__}: got {value!s:.100}")
     return value
+
+
+def _checked_aliases(aliases: dict[str, Any]) -> dict[str, str]:
+    """Further names, each with the first name of the same parameter."""
+    for name, first in aliases.items():
+        if not isinstance(first, str):
+            raise ValueError(f"{name} should be another name of a parameter: got {first!s:.100}")
+    return aliases
 
 
 def _check_shape(shape: list[Any], num_records: int) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from stagewright.engine.checkpoint.names import Names
 from stagewright.engine.checkpoint.source import Source, take
+from stagewright.engine.checkpoint.spread import spread_as
 from stagewright.engine.pipeline import Pipeline
 
 
@@ -28,7 +29,7 @@ def restored_weights(now: Mapping[str, Any], stage: int, names: Names, source: S
                 f"{listed(sorted(source.names('model')))}; names in the whole model come from global_name"
             )
         check_like(known, found, current)
-        state[name] = found
+        state[name] = spread_as(current, found)
     aliases = names.aliases(stage)
     for alias, first in aliases.items():
         one, other = source.find("model", alias), source.find("model", first)
@@ -49,7 +50,7 @@ def restored_masters(now: Mapping[str, Tensor], stage: int, names: Names, source
         raise ValueError(f"stage {stage} keeps fp32 copies of {sorted(now)}: the checkpoint has {sorted(masters)}")
     for name, master in masters.items():
         check_like(name, master, now[name])
-    return masters
+    return {name: spread_as(now[name], master) for name, master in masters.items()}
 
 
 def restored_training(pipe: Pipeline, now: Mapping[str, Any], names: Names, source: Source) -> dict[str, Any]:
@@ -60,10 +61,12 @@ def restored_training(pipe: Pipeline, now: Mapping[str, Any], names: Names, sour
     numbers: dict[str, Any] = {}
     for training in saved:
         numbers = take(training, "versions", dict) | numbers
+    # Where stages were cut elsewhere, all of them kept the same versions: else the rule would have been another one.
+    common = next((take(numbers, stage, list) for stage in numbers), [])
     older = {
         stage: {
             number: _version(number, weights.trained, stage, names, source)
-            for number in take(numbers, str(stage), list)
+            for number in (take(numbers, str(stage), list) if str(stage) in numbers else common)
         }
         for stage, weights in pipe._assembly.weights.items()
     }
@@ -87,7 +90,7 @@ def _version(
             raise ValueError(f"the checkpoint has no version {number} of {known}")
         if found.shape != parameter.shape:
             raise ValueError(f"version {number} of {known} is {describe(found)}: it should be {describe(parameter)}")
-        values[name] = found
+        values[name] = spread_as(parameter, found)
     return values
 
 

@@ -4,10 +4,12 @@ All of them run the same program, so all call this alike and in one order. A sum
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from stagewright.engine.transport.contract import Transport
 
 
 class Sum(Protocol):
@@ -46,6 +48,30 @@ class Group(Protocol):
 
     def abort(self, reason: str) -> None:
         """Tell the others, where that is possible, that this replica has failed and why."""
+        ...
+
+
+@runtime_checkable
+class Divisible(Protocol):
+    """A transport that can connect some of its ranks apart, where torch.distributed knows nothing of them."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        ...
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks."""
+        ...
+
+    def mesh(self, rows: Sequence[int], column: Sequence[int]) -> tuple[Transport, Group]:
+        """Connections among some of the ranks; every rank calls this alike.
+
+        Args:
+            rows: the ranks of this one's replica of a pipeline.
+            column: the same rank of all replicas.
+        """
         ...
 
 

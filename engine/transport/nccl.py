@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stagewright.engine.transport.communicator import Communicator, Ticket
 from stagewright.engine.transport.contract import Line
-from stagewright.engine.transport.device import Communicator, DeviceTransport, Ticket
+from stagewright.engine.transport.device import DeviceTransport
 from stagewright.engine.transport.gloo import GlooTransport
 
 
@@ -69,6 +70,10 @@ class NcclCommunicator:
         """Queue a receive."""
         work: Ticket = self._group.recv([data], self._peer, 0)
         return work
+
+    def abort(self) -> None:
+        """End what is in the queue, and the communicator with it."""
+        self._group.abort()
 
 
 def nccl_transport(device: torch.device, pipelines: Sequence[Sequence[int]] = ()) -> DeviceTransport:

@@ -1,17 +1,26 @@
 """Threads: ranks as threads of one process, for tests and for looking around; messages are handed over in memory."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeAlias
+from time import monotonic
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
 
+from stagewright.engine.ends import Batches, find_conflict
 from stagewright.engine.errors import PeerError, returned
+from stagewright.engine.progress import Progress
+from stagewright.engine.silence import Answer, judge
 from stagewright.engine.transport.contract import OCCUPIED, Channel, Line, Receipt, Session, Transport
 from stagewright.engine.transport.group import Sum
 from stagewright.engine.value import Packed, pack
+
+# Seconds without any message after which a rank that waits finds out who keeps it waiting.
+DEFAULT_TIMEOUT: Final = 1800.0
+# How often a rank that waits to compute looks whether another has failed.
+_LOOK_SECONDS: Final = 0.5
 
 # source and destination in the hub, what it is, index
 Key: TypeAlias = tuple[int, int, str, int]
@@ -27,12 +36,49 @@ class Hub:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         # torch's random generator belongs to the process: whoever computes holds the baton.
-        self.baton = threading.RLock()
+        self._lock = threading.RLock()
+        self._holder = 0
+        self._wanting: set[int] = set()  # ranks that wait for the baton
         self._changed = threading.Condition()
         self._messages: dict[Key, Packed] = {}
         self._gathered: dict[tuple[Sequence[int], str, int], dict[int, bytes]] = {}
-        self._left: set[int] = set()
+        self._left: dict[int, str] = {}
         self._failure: str | None = None
+        self._waiting: dict[int, int] = {}  # rank -> one that it waits for
+        # rank -> one that its device waits for, since when, and where all ranks were then
+        self._on_device: dict[int, tuple[int, float, Mapping[int, tuple[int, ...]]]] = {}
+        self._progress: dict[int, Progress] = {}
+        self._batches: dict[int, Batches] = {}
+        self.timeout = DEFAULT_TIMEOUT
+        self.stuck: set[int] = set()  # ranks that nobody waits for any more
+
+    def acquire(self, rank: int) -> None:
+        """Wait for the baton.
+
+        Raises:
+            PeerError: the rank that has it does not go on.
+        """
+        if not self._lock.acquire(blocking=False):
+            self._wanting.add(rank)
+            try:
+                self._await_baton(rank)
+            finally:
+                self._wanting.discard(rank)
+        self._holder = rank
+
+    def _await_baton(self, rank: int) -> None:
+        before, since = self._snapshots(), monotonic()
+        while not self._lock.acquire(timeout=min(self.timeout, _LOOK_SECONDS)):
+            with self._changed:
+                self.check()
+                if monotonic() - since > self.timeout:
+                    self._judge(rank, before)
+                    self.check()
+                    before, since = self._snapshots(), monotonic()
+
+    def release(self) -> None:
+        """Hand the baton on."""
+        self._lock.release()
 
     def put(self, key: Key, packed: Packed) -> None:
         """Lay down a message."""
@@ -46,7 +92,7 @@ class Hub:
         with self._changed:
             while key not in self._messages:
                 self.check(key[:1])
-                self._changed.wait()
+                self._wait(key[1], key[0])
             return self._messages.pop(key)
 
     def gather(
@@ -59,8 +105,9 @@ class Hub:
             of_turn[rank] = data
             self._changed.notify_all()
             while len(of_turn) < len(members):
-                self.check([other for other in members if other not in of_turn])
-                self._changed.wait()
+                missing = [other for other in members if other not in of_turn]
+                self.check(missing)
+                self._wait(rank, missing[0])
             self._gathered.pop(
                 (members, name, turn - 1), None
             )  # everyone has read the turn before, or it would not be here
@@ -72,11 +119,36 @@ class Hub:
             self._failure = self._failure or reason
             self._changed.notify_all()
 
-    def leave(self, rank: int) -> None:
+    def leave(self, rank: int, reason: str) -> None:
         """A rank's function has returned: whoever waits for it, now or later, raises PeerError."""
         with self._changed:
-            self._left.add(rank)
+            self._left[rank] = reason
             self._changed.notify_all()
+
+    def set_timeout(self, seconds: float) -> None:
+        """From now on, for those that wait already too."""
+        with self._changed:
+            self.timeout = seconds
+            self._changed.notify_all()
+
+    def watch(self, rank: int, progress: Progress) -> None:
+        """Where a rank writes what it does."""
+        with self._changed:
+            self._progress[rank] = progress
+            self._batches[rank] = Batches()
+
+    def begin_batch(self, rank: int, members: Sequence[int]) -> None:
+        """A rank begins one more batch, where they follow each other without a flush."""
+        with self._changed:
+            self._batches[rank].num_begun += 1
+            self._compare(members)
+
+    def drain(self, rank: int, members: Sequence[int]) -> None:
+        """A rank ends the batches in flight before it begins another."""
+        with self._changed:
+            batches = self._batches[rank]
+            batches.ended.append(batches.num_begun)
+            self._compare(members)
 
     @property
     def num_waiting(self) -> int:
@@ -87,9 +159,93 @@ class Hub:
         """Raise PeerError where a rank has failed, or one that something is awaited from has returned."""
         if self._failure is not None:
             raise PeerError(self._failure)
-        gone = self._left.intersection(awaited)
+        gone = self._left.keys() & set(awaited)
         if gone:
-            raise PeerError(returned(min(gone)))
+            raise PeerError(self._left[min(gone)])
+
+    def hear(self, rank: int, pending: Sequence[int], awaited: int | None) -> str | None:
+        """Why nothing comes from some ranks any more, for one whose device waits."""
+        with self._changed:
+            self._look_at_device(rank, awaited)
+            try:
+                self.check(pending)
+            except PeerError as error:
+                return str(error) if pending else None
+        return None
+
+    def _look_at_device(self, rank: int, awaited: int | None) -> None:
+        """As for a rank that waits here; it is given so much time after its last instruction."""
+        if awaited is None:
+            self._on_device.pop(rank, None)
+            return
+        now = monotonic()
+        _, since, before = self._on_device.get(rank, (awaited, now, {}))
+        if before.get(rank) != self._progress[rank].snapshot:
+            since, before = now, {other: progress.snapshot for other, progress in self._progress.items()}
+        self._on_device[rank] = awaited, since, before
+        if now - since > self.timeout:
+            del self._on_device[rank]
+            self._waiting[rank] = awaited
+            try:
+                self._judge(rank, before)
+            finally:
+                del self._waiting[rank]
+
+    def _awaited(self, rank: int) -> int | None:
+        awaited, *_ = self._on_device.get(rank, (None,))
+        return self._waiting.get(rank, awaited)
+
+    def _wait(self, rank: int, awaited: int) -> None:
+        """Sleep until something has changed; where nothing has for too long, find out who is at fault."""
+        self._waiting[rank] = awaited
+        before = self._snapshots()
+        try:
+            if not self._changed.wait(self.timeout):
+                self._judge(rank, before)
+        finally:
+            del self._waiting[rank]
+
+    def _snapshots(self) -> dict[int, tuple[int, ...]]:
+        return {other: progress.snapshot for other, progress in self._progress.items()}
+
+    def _judge(self, rank: int, before: Mapping[int, tuple[int, ...]]) -> None:
+        present = {other: progress for other, progress in self._progress.items() if other not in self._left}
+        answers = {
+            other: Answer(
+                progress.place,
+                self._waiting.get(other, self._holder if other in self._wanting else None),
+                self.timeout if progress.snapshot == before.get(other) else 0.0,
+            )
+            for other, progress in present.items()
+        }
+        verdict = judge(rank, answers, {}, self.timeout, {other: of.name for other, of in present.items()})
+        if verdict is not None:
+            self.stuck |= {other for other in verdict.ranks if answers[other].awaited is None}
+            self.fail(verdict.reason)
+
+    def _compare(self, members: Sequence[int]) -> None:
+        names = {member: self._progress[member].name for member in members}
+        conflict = find_conflict({member: self._batches[member] for member in members}, names)
+        if conflict is not None:
+            self.fail(conflict)
+
+
+class Baton:
+    """The baton as one rank sees it.
+
+    Args:
+        hub: where it is.
+        rank: of the hub.
+    """
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self._hub, self._rank = hub, rank
+
+    def __enter__(self) -> None:
+        self._hub.acquire(self._rank)
+
+    def __exit__(self, *_: object) -> None:
+        self._hub.release()
 
 
 class _ThreadReceipt:
@@ -119,7 +275,9 @@ class ThreadTransport:
         self._members = tuple(range(hub.num_ranks)) if members is None else tuple(members)
         self.num_ranks = len(self._members)
         self.device = torch.device("cpu")
-        self.baton: AbstractContextManager[object] = hub.baton
+        self.baton: AbstractContextManager[object] = Baton(hub, self._members[rank])
+        self.progress = Progress(rank)
+        hub.watch(self._members[rank], self.progress)
         self._num_meshes = 0
         self._name = name
         self._num_messages: dict[Line, int] = {}
@@ -130,6 +288,18 @@ class ThreadTransport:
     def host(self) -> Transport:
         """This one."""
         return self
+
+    def set_timeout(self, seconds: float) -> None:
+        """For all ranks of the hub."""
+        self._hub.set_timeout(seconds)
+
+    def begin_batch(self) -> None:
+        """Note it in the hub."""
+        self._hub.begin_batch(self._members[self.rank], self._members)
+
+    def drain(self) -> None:
+        """Note it in the hub."""
+        self._hub.drain(self._members[self.rank], self._members)
 
     def open(self, channels: Sequence[Channel]) -> None:
         """Nothing to make ready."""
@@ -170,6 +340,18 @@ class ThreadTransport:
     def abort(self, reason: str) -> None:
         """Wake every rank that waits."""
         self._hub.fail(reason)
+
+    def leave(self) -> None:
+        """Wake every rank that waits for this one."""
+        progress = self.progress
+        reason = returned(progress.rank, progress.num_batches, progress.replica)
+        self._hub.leave(self._members[self.rank], reason)
+
+    def hear(self, pending: Collection[int], awaited: int | None) -> str | None:
+        """What the hub knows."""
+        members = self._members
+        others = [members[rank] for rank in pending]
+        return self._hub.hear(members[self.rank], others, None if awaited is None else members[awaited])
 
     def close(self) -> None:
         """Nothing to release."""

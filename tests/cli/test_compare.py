@@ -124,6 +124,16 @@ class TestTable:
             (["--microbatches", "0"], "--microbatches is a whole number from 1 up: got 0"),
             (["--memory-cap", "-1"], "--memory-cap is above zero: got -1"),
             (["--schedule-module", "no_such_module"], "--schedule-module no_such_module"),
+            (
+                ["--schedule-option", "waves=2"],
+                "no schedule has an option 'waves': some have deep_warmup, group_size, ",
+            ),
+            (
+                ["--schedule-option", "replicas"],
+                "an option of a schedule is written NAME=VALUE, such as num_waves=2: got",
+            ),
+            (["--schedule-option", "num_chunks=2"], "--schedule-option num_chunks=2: num_chunks has a flag of its own"),
+            (["--memory-cap", "4", "--schedule-option", "memory_cap=4"], "--memory-cap says it already: leave out"),
         ],
     )
     def test_wrong_input_is_refused_in_one_line(
@@ -133,6 +143,31 @@ class TestTable:
         error = capsys.readouterr().err
         assert error.startswith(f"stagewright compare: {message}")
         assert error.count("\n") == 1
+
+
+def test_options_are_for_the_schedules_that_have_them() -> None:
+    """Replicas cost as much as the ranks' shares of the model that they compute."""
+    plain, replicated = (
+        {row.schedule.name: row for row in compare(3, 12, None, Costs(), options=options)[0]}
+        for options in ({}, {"replicas": (2, 1)})
+    )
+    for name in ("1f1b", "2bw", "pipedream"):
+        row = replicated[name]
+        assert (row.schedule.num_stages, row.num_copies) == (2, 2)
+        assert sum(simulate(row.schedule.program(), Costs().scaled(share_of(row.schedule))).busy) == pytest.approx(108)
+        assert plain[name].schedule.num_stages == 3
+    assert {name: row.time for name, row in plain.items()} == {
+        name: plain[name].time if name in ("1f1b", "2bw", "pipedream") else row.time for name, row in replicated.items()
+    }
+
+
+def test_an_option_that_does_not_fit_is_a_reason_not_to_be_compared() -> None:
+    _, text = output("--ranks", "3", "--microbatches", "12", "--schedule-option", "replicas=2,2")
+    for name in ("1f1b", "2bw", "pipedream"):
+        assert "replicas 2-2 are 4 ranks" in line_of(text[text.index("Not on this shape:") :], name)
+    _, text = output("--ranks", "3", "--microbatches", "12", "--schedule-option", "num_waves=x")
+    assert "Not on this shape:" in text
+    assert "hanayo" in text[text.index("Not on this shape:") :]
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagewright.cli.corpus import choose_validation, load_corpus, split_one, unigram_bits_per_byte
+from stagewright.cli.corpus import MAX_BYTES, choose_validation, load_corpus, split_one, unigram_bits_per_byte
 
 
 def write(root: Path, files: dict[str, bytes]) -> Path:
@@ -129,3 +129,18 @@ def test_a_few_files_of_very_different_length_are_split_as_one_text(tmp_path: Pa
         corpus = load_corpus(write(tmp_path / names[0], {names[0]: long, names[1]: short}))
         assert len(corpus.validation) == pytest.approx(0.1 * len(long + short), abs=20)
         assert sorted((corpus.train + corpus.validation).splitlines()) == sorted((long + short).splitlines())
+
+
+def test_more_text_than_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for name in ("file", "folder/one"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(MAX_BYTES + 1)  # takes no room on the disk
+    for name in ("file", "folder"):
+        with pytest.raises(ValueError, match=f"has {MAX_BYTES + 1} bytes, at most {MAX_BYTES} will do"):
+            load_corpus(tmp_path / name)
+
+
+def test_what_never_ends_is_refused() -> None:
+    with pytest.raises(ValueError, match="/dev/zero is no file that every rank could read for itself"):
+        load_corpus(Path("/dev/zero"))

@@ -193,7 +193,7 @@ def test_every_cut_has_the_same_losses(text: Path, profile_file: Path) -> None:
         "even": "Ett|ttL",
         "parameters": "Ett|ttL",
         "counts=1,3": "Et|tttL",
-        "counts=4,0": "Et*4|L",
+        "layout=Et*4|L": "Et*4|L",
         "layout=E|t*4L": "E|t*4L",
     }
     for cut, layout in cuts.items():

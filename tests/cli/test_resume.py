@@ -188,6 +188,21 @@ def test_what_cannot_be_saved_or_resumed_is_said_in_one_line(
     assert message.format(**places) in line
 
 
+@pytest.mark.parametrize("resume", [["--resume"], ["--resume", "auto"]])
+def test_a_run_that_is_through_is_no_failure_for_what_starts_it_again(
+    resume: list[str], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    small = {"layers": 2, "batch_size": 4, "steps": 2, "dtype": "float32", "tie": False, "save_every": None}
+    losses_of("gpipe", 1, text, save=run, **small)
+    assert main(["train", *FLAGS, "--data", str(text), "--steps", "2", "--save", str(run), *resume]) == 0
+    out, err = capsys.readouterr()
+    assert (out, err) == (
+        f"{run} has 2 of 2 updates behind it: nothing is left to do; give more --steps to train it on\n",
+        "",
+    )
+
+
 def command(text: Path, folder: Path, *flags: str) -> list[str]:
     train = [
         "train",

@@ -3,13 +3,15 @@
 import argparse
 import io
 import random
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
 from stagewright.cli import verify_command
-from stagewright.schedules import create
+from stagewright.cli.main import main
+from stagewright.schedules import create, find, names
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -114,6 +116,52 @@ def test_our_own_files_with_the_flags_that_they_need(
     schedule = create(name, num_ranks=4, num_microbatches=8, **shape)
     file.write_text(schedule.program(2 if "--microbatches" in flags else 1).to_csv())
     assert verify(str(file), *flags) == 0, capsys.readouterr().err
+
+
+SHOWN = [
+    *(f"{name} --ranks 4 --microbatches 8" for name in names()),
+    "1f1b --ranks 3 --microbatches 7 --schedule-option replicas=2,1",
+    "1f1b --ranks 4 --microbatches 8 --steps 2",
+    *(
+        f"{name} --ranks {sum(replicas)} --microbatches {num_microbatches} --steps {steps} "
+        f"--schedule-option replicas={','.join(map(str, replicas))}"
+        for name, num_microbatches in (("2bw", 7), ("2bw", 12), ("pipedream", 6), ("pipedream", 12))
+        for replicas in ((2, 1), (1, 2), (3, 2), (1, 2, 1))
+        for steps in (1, 3)
+    ),
+    "pipedream --ranks 3 --microbatches 4 --schedule-option replicas=2,1 --schedule-option vertical_sync=yes",
+]
+
+
+@pytest.mark.parametrize("flags", SHOWN)
+def test_what_show_writes_is_proved_by_the_command_that_it_names(
+    flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And by nothing but the file where it names none."""
+    file = tmp_path / "a program.csv"
+    assert main(["show", *flags.split(), "-o", str(file)]) == 0
+    told = capsys.readouterr().err
+    command = told.removeprefix("to prove it: stagewright ") or f"verify {shlex.quote(str(file))}"
+    assert main(shlex.split(command)) == 0, capsys.readouterr().err
+    is_usual = find(flags.split()[0]).synchronous and "--steps" not in flags
+    assert (told == "") == is_usual
+
+
+@pytest.mark.parametrize(
+    "missing", ["--microbatches", "--update-every", "--versions", "--staleness", "--gradient-buff"]
+)
+def test_whoever_leaves_out_a_flag_is_told_of_all(missing: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = {"--microbatches": "4", "--update-every": "2", "--versions": "3", "--staleness": "2"}
+    flags |= {"--gradient-buffers": "2"}
+    schedule = create("pipedream", num_ranks=3, num_microbatches=4, replicas=(2, 1))
+    file.write_text(schedule.program(3).to_csv())
+    given = [text for flag, value in flags.items() if not flag.startswith(missing) for text in (flag, value)]
+    if verify(str(file), *given) == 0:
+        assert missing == "--microbatches", "an update is no batch here"
+        return
+    told = capsys.readouterr().err
+    assert all(flag in told for flag in flags)
+    assert "what `stagewright show SCHEDULE -o FILE.csv` says of a program of ours" in told
 
 
 def test_standard_input(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

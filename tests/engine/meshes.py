@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from plain import make_batch, make_stage, momentum, squared_error
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stagewright.engine import Pipeline, RankContext, make_mesh
 from stagewright.engine.mesh import connect
@@ -47,3 +47,21 @@ def use_own_mesh(context: RankContext) -> tuple[Any, ...]:
         Pipeline(make_stage, num_microbatches=2, mesh=mesh, transport=context.transport)
     assert dist.is_initialized()
     return placed
+
+
+def use_mesh_of(context: RankContext, grids: list[Any], names: tuple[str, ...]) -> list[str]:
+    """What each grid of ranks leads to: a refusal, or a loss."""
+    said = []
+    for grid in grids:
+        mesh = DeviceMesh("cpu", torch.tensor(grid), mesh_dim_names=names)
+        try:
+            with Pipeline(
+                make_stage, schedule="1f1b", num_microbatches=2, loss_fn=squared_error, mesh=mesh, share_loss=True
+            ) as pipe:
+                batch = [tensor.split([6, 3])[pipe.replica] for tensor in make_batch(9, 0)]
+                loss = pipe.forward_backward(*batch)
+                assert loss is not None
+                said.append(f"{loss.item():.12f}")
+        except ValueError as error:
+            said.append(str(error))
+    return said

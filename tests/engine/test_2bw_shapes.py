@@ -3,24 +3,21 @@
 from typing import Any
 
 import pytest
-import torch
 from counting import CountingTransport
 from delayed import Case, Trained, assert_same, label, train_delayed, train_rank
-from nccl_double import Switchboard
+from nccl_double import transports_on_double
 
 from stagewright.engine import RankContext
 from stagewright.engine.launch_threads import run_threads
-from stagewright.engine.transport.device import DeviceTransport
 from stagewright.engine.transport.threads import Hub
 
 
 def on_double(case: Case) -> tuple[list[Trained], list[int]]:
     """Train over doubled communicators; also, how many layouts each rank's host has sent."""
     hub = Hub(case.num_ranks)
-    board = Switchboard(hub)
-    hosts = [CountingTransport(hub, rank) for rank in range(case.num_ranks)]
-    transports = [DeviceTransport(host, board.connector(host.rank), torch.device("cpu")) for host in hosts]
+    transports = transports_on_double(hub, CountingTransport)
     results = run_threads(train_rank, hub, transports, (case,))
+    hosts: Any = [transport.host for transport in transports]
     return results, [sum(kind in ("activation", "gradient") for kind, _ in host.sent) for host in hosts]
 
 

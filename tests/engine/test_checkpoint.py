@@ -91,6 +91,13 @@ def test_other_ranks_stages_replicas_and_schedules_go_on_with_the_same_curve(
     assert_same(go_on(shapes, tmp_path / "on"), alone, 1e-11)
 
 
+def test_2bw_goes_on_in_another_shape_with_both_of_its_versions(tmp_path: Path) -> None:
+    """P=2 -> 4 -> 2x2 replicas -> 1, in float64: the delayed rule knows of no rank, stage, replica or microbatch."""
+    shapes = [Shape("2bw", 2), Shape("2bw", 4), Shape("2bw", 2, num_replicas=2), Shape("2bw", 1)]
+    alone = train_on("threads", shapes[0], tmp_path / "alone", 2 * len(shapes))
+    assert_same(go_on(shapes, tmp_path / "on"), alone, 1e-11)
+
+
 def test_an_asynchronous_training_goes_on_under_another_schedule_with_its_newest_weights(tmp_path: Path) -> None:
     """The optimizer's state goes with them; the older version, which the delayed rule would read next, does not."""
     shape, other = Shape("2bw", 2), Shape("1f1b", 2)

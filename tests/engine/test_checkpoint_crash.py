@@ -88,6 +88,20 @@ class KilledFiles(QuickFiles):
         self.left -= 1
 
 
+class KilledInWriting(QuickFiles):
+    """The process is killed after it has written so many bytes."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.left = num_bytes
+
+    def append(self, file: IO[bytes], part: Part) -> None:
+        super().append(file, part[: self.left])
+        if len(part) > self.left:
+            file.flush()
+            raise Killed
+        self.left -= len(part)
+
+
 class Survival:
     """Two whole checkpoints and a third save, which is killed; in one rank.
 
@@ -109,7 +123,7 @@ class Survival:
     def weight_of(self, pipe: Pipeline) -> torch.Tensor:
         return next(pipe.modules[0].parameters()).detach()
 
-    def survives(self, files: "KilledFiles") -> int:
+    def survives(self, files: QuickFiles) -> int:
         """The step from which a training goes on after the third save; its own save then clears away what was left."""
         folder = self.folder / "after"
         shutil.copytree(self.folder / "before", folder)
@@ -146,6 +160,23 @@ def test_a_save_that_is_killed_at_any_point_leaves_a_whole_checkpoint(loses: boo
     assert steps == [2] * num_before + [3] * num_after
     assert num_before > 10
     assert num_after > 3
+
+
+def kill_at_many_bytes(context: RankContext, folder: Path) -> tuple[list[int], int]:
+    """The steps that survive, by the byte at which the process is killed, from the first to the last."""
+    survival = Survival(context, folder)
+    whole = KilledInWriting(1 << 40)
+    assert survival.survives(whole) == 3
+    num_bytes = (1 << 40) - whole.left
+    positions = sorted({*range(0, num_bytes, num_bytes // 40), *range(num_bytes - 20, num_bytes + 1)})
+    return [survival.survives(KilledInWriting(position)) for position in positions], num_bytes
+
+
+def test_a_save_that_is_killed_at_any_byte_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """The last bytes are those of ``latest``."""
+    [(steps, num_bytes)] = launch_on("threads", kill_at_many_bytes, 1, (tmp_path,))
+    assert num_bytes > 4000
+    assert steps == [2] * (len(steps) - 1) + [3]
 
 
 class FullDisk(Files):

@@ -1,10 +1,6 @@
 """Tensors from device to device, on the double of NCCL: fixed shapes after the first step, layouts sent once."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +12,7 @@ from shapes import rows_of, schedules_of, synchronous_names
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from stagewright.engine import Pipeline, RankContext
+from stagewright.engine import PeerError, Pipeline, RankContext
 from stagewright.engine.transport.contract import Channel, Session
 from stagewright.engine.transport.device import DeviceTransport
 from stagewright.engine.transport.threads import Hub
@@ -93,7 +89,8 @@ def test_known_receives_are_queued_when_they_are_posted() -> None:
         begin(transports, sessions)
         receipt = destination.post(CHANNEL, 1, 0)
         source.send(CHANNEL, pack(torch.ones(3), "stage 0"), 1, 0)
-        assert [ticket.is_completed() for ticket in source._under_way[CHANNEL.line]] == ([False] if step == 0 else [])
+        tickets = source._under_way[CHANNEL.line].tickets
+        assert [ticket.is_completed() for ticket in tickets] == ([False] if step == 0 else [])
         receipt.wait()
         source.end()
 
@@ -120,7 +117,7 @@ def test_what_was_sent_is_released_once_it_has_gone_out() -> None:
         del data
         destination.post(CHANNEL, 1, microbatch).wait()
         assert sum(not storage.expired() for storage in alive) <= 1
-        assert len(source._under_way[CHANNEL.line]) <= 1
+        assert len(source._under_way[CHANNEL.line].tickets) <= 1
     source.end()
     assert all(storage.expired() for storage in alive)
 
@@ -138,6 +135,59 @@ def test_microbatches_of_later_batches_have_the_shapes_of_the_first() -> None:
     assert [len(session.layouts) for session in sessions] == [2, 2]
     with pytest.raises(ValueError, match=r"microbatch 20 of stage 1 got int64\[1\] then"):
         source.send(CHANNEL, pack(torch.ones(5), "stage 0"), 1, 20)
+
+
+# Ranks that go
+
+
+@pytest.mark.parametrize(("goes", "message"), [("abort", "rank 0 failed: no"), ("leave", "rank 0 has returned")])
+def test_a_device_waits_no_longer_for_what_a_rank_that_has_gone_would_send(goes: str, message: str) -> None:
+    """Its communicators are aborted; without that NCCL waits for ever, and the host for NCCL."""
+    transports = source, destination = connected()
+    sessions = Session(fixed_shapes=True), Session(fixed_shapes=True)
+    begin(transports, sessions)
+    source.send(CHANNEL, pack(torch.ones(3), "stage 0"), 1, 0)
+    destination.post(CHANNEL, 1, 0).wait()
+    begin(transports, sessions)
+    receipt = destination.post(CHANNEL, 1, 0)
+    source.abort("rank 0 failed: no") if goes == "abort" else source.leave()
+    with pytest.raises(PeerError, match=message):
+        receipt.wait()
+    with pytest.raises(PeerError, match=message):
+        destination.begin(sessions[1])
+
+
+def test_a_device_waits_no_longer_for_a_rank_that_will_not_take_what_was_sent() -> None:
+    transports = source, destination = connected()
+    begin(transports, (Session(fixed_shapes=True), Session(fixed_shapes=True)))
+    source.send(CHANNEL, pack(torch.ones(3), "stage 0"), 1, 0)
+    destination.leave()
+    with pytest.raises(PeerError, match="rank 1 has returned"):
+        source.end()
+
+
+def test_a_rank_that_fails_waits_for_nothing_on_its_own_device() -> None:
+    transports = source, destination = connected()
+    begin(transports, (Session(fixed_shapes=True), Session(fixed_shapes=True)))
+    source.send(CHANNEL, pack(torch.ones(3), "stage 0"), 1, 0)
+    (ticket,) = source._under_way[CHANNEL.line].tickets
+    assert not ticket.is_completed()
+    source.abort("rank 0 failed: no")
+    assert ticket.is_completed()
+
+
+def test_a_rank_that_has_done_its_part_may_go() -> None:
+    transports = source, destination = connected()
+    sessions = Session(fixed_shapes=True), Session(fixed_shapes=True)
+    begin(transports, sessions)
+    source.send(CHANNEL, pack(torch.ones(3), "stage 0"), 1, 0)
+    receipt = destination.post(CHANNEL, 1, 0)
+    assert receipt.wait().tensors[0].tolist() == [1.0] * 3
+    source.end()
+    source.leave()
+    for _ in range(3):
+        assert not destination._lookout.look()
+    destination.end()
 
 
 # In whole pipelines
@@ -266,27 +316,3 @@ def train_forked(context: RankContext) -> list[float]:
 
 def test_several_tensors_in_a_message() -> None:
     assert launch_on("double", train_forked, 2) == launch_on("threads", train_forked, 2)
-
-
-# Files about processes, about a transport alone, or with a double of their own.
-ELSEWHERE = ("launch", "context", "gloo", "nccl", "parity_processes", "trace", "frame", "channels", "device", "gpu")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_the_whole_engine_suite_passes_on_the_double() -> None:
-    """Whatever the other tests run on threads runs by NCCL's rules instead."""
-    here = Path(__file__).parent
-    files = [
-        str(file)
-        for file in sorted(here.glob("test_*.py"))
-        if not file.stem.removeprefix("test_").startswith(ELSEWHERE)
-    ]
-    assert len(files) > 10
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "on_double", "-k", "not processes", *files],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-5000:]

@@ -116,8 +116,8 @@ def test_an_error_in_a_step_is_raised_with_its_type_place_and_traceback(where: s
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("_exit", "^rank 1 exited with code 3 before it returned$"),
-        ("kill", "^rank 1 was ended by signal 9 .* before it returned$"),
+        ("_exit", r"^rank 1 exited with code 3 before it returned(\n|$)"),
+        ("kill", r"^rank 1 was ended by signal 9 .* before it returned(\n|$)"),
         pytest.param("exit", r"^SystemExit: 0$", marks=pytest.mark.slow),
     ],
 )

@@ -109,7 +109,7 @@ def test_a_message_that_was_laid_down_can_be_taken_after_its_sender_has_returned
     hub = Hub(2)
     message: Any = object()
     hub.put((0, 1, "activation", 0), message)
-    hub.leave(0)
+    hub.leave(0, "rank 0 has returned")
     assert hub.take((0, 1, "activation", 0)) is message
     with pytest.raises(PeerError, match="rank 0 has returned"):
         hub.take((0, 1, "activation", 1))

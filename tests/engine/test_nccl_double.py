@@ -4,20 +4,13 @@ import threading
 
 import pytest
 import torch
-from nccl_double import End, MisuseError, Switchboard, Wire
-
-from stagewright.engine.errors import PeerError
-from stagewright.engine.transport.threads import Hub
+from nccl_double import Desk, End, MisuseError, PairWire, SumWire, Switchboard, Wire
+from torch.distributed import AllreduceOptions
 
 
 @pytest.fixture
-def hub() -> Hub:
-    return Hub(2)
-
-
-@pytest.fixture
-def wire(hub: Hub) -> Wire:
-    return Wire(hub, "a test")
+def wire() -> Wire:
+    return PairWire("a test")
 
 
 @pytest.fixture
@@ -101,20 +94,66 @@ def test_what_is_never_met_is_a_deadlock(ends: tuple[End, End], monkeypatch: pyt
         ends[0].send(memory(3)).wait()
 
 
-def test_who_waits_learns_of_a_failure(hub: Hub, ends: tuple[End, End]) -> None:
-    ticket = ends[0].send(memory(3))
-    threading.Timer(0.05, hub.fail, ["rank 1 failed"]).start()
-    with pytest.raises(PeerError, match="rank 1 failed"):
-        ticket.wait()
+def test_an_end_that_is_aborted_waits_no_longer_and_the_other_one_still_does(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nccl_double.PATIENCE_SECONDS", 0.1)
+    data = memory(3, 1)
+    ticket = ends[0].receive(data)
+    threading.Timer(0.02, ends[0].abort).start()
+    ticket.wait()
+    assert data.tolist() == [1, 1, 1]
+    with pytest.raises(RuntimeError, match="aborted"):
+        ends[0].receive(memory(3))
+    with pytest.raises(MisuseError, match="never met"):
+        ends[1].send(memory(3)).wait()
 
 
-def test_communicators_are_made_in_one_order_on_all_ranks(hub: Hub) -> None:
-    board = Switchboard(hub)
-    first, second = board.connector(0), board.connector(1)
-    assert isinstance(first((0, 1, "activation")), End)
+def test_a_sum_is_there_when_all_ends_are() -> None:
+    wire = SumWire("a test", 3)
+    parts = [torch.tensor([1.0 + rank, 10.0]) for rank in range(3)]
+    tickets = [End(wire, rank).queue("sum", part) for rank, part in enumerate(parts)]
+    assert all(ticket.is_completed() for ticket in tickets)
+    assert all(part.tolist() == [6.0, 30.0] for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ((memory(3), memory(4)), "a sum of 3 torch.uint8 and of 4 torch.uint8"),
+        ((memory(3), memory(3).float()), "a sum of 3 torch.float32 and of 3 torch.uint8"),
+        ((memory(3).cfloat(), memory(3).cfloat()), "torch.complex64, which NCCL does not add up"),
+        ((memory(3).short(), memory(3).short()), "torch.int16, which NCCL does not add up"),
+    ],
+)
+def test_what_is_summed_has_one_size_and_a_type_that_nccl_knows(
+    parts: tuple[torch.Tensor, torch.Tensor], message: str
+) -> None:
+    wire = SumWire("a test", 2)
+    End(wire, 0).queue("sum", parts[0])
+    with pytest.raises(MisuseError, match=message):
+        End(wire, 1).queue("sum", parts[1])
+
+
+def test_communicators_are_made_in_one_order_on_all_ranks_and_in_all_replicas() -> None:
+    board = Switchboard()
+    desks = [Desk(board, rank) for rank in range(4)]
+    assert isinstance(desks[0].connect((0, 2), "", (0, 1, "activation")), End)
+    assert isinstance(desks[1].connect((1, 3), "", (0, 1, "activation")), End)
     with pytest.raises(MisuseError, match="communicator 0"):
-        second((1, 0, "gradient"))
+        desks[2].connect((0, 2), "", (1, 0, "gradient"))
+    with pytest.raises(MisuseError, match="communicator 0"):
+        desks[3].group((2, 3), "")
 
 
-def test_a_rank_at_neither_end_gets_no_communicator(hub: Hub) -> None:
-    assert Switchboard(hub).connector(2)((0, 1, "activation")) is None
+def test_a_rank_at_neither_end_gets_no_communicator() -> None:
+    assert Desk(Switchboard(), 2).connect((0, 1, 2), "", (0, 1, "activation")) is None
+
+
+def test_a_group_sums_what_all_its_ranks_give() -> None:
+    board = Switchboard()
+    groups = [Desk(board, rank).group((0, 1), "") for rank in range(2)]
+    data = [memory(2, 1), memory(2, 2)]
+    for group, tensor in zip(groups, data):
+        group.allreduce([tensor], AllreduceOptions())
+    assert [tensor.tolist() for tensor in data] == [[3, 3], [3, 3]]

@@ -7,9 +7,9 @@ import torch
 from launching import launch_on
 from torch import nn
 
-from stagewright.engine import RankContext
+from stagewright.engine import RankContext, make_mesh
+from stagewright.engine.mesh import connect
 from stagewright.engine.reduction import Reduction
-from stagewright.engine.transport.threads import ThreadTransport
 
 SHAPES = ((3, 2), (), (5,), (2, 2))
 DTYPES = (torch.float64, torch.bfloat16, torch.float64, torch.complex128)
@@ -42,8 +42,7 @@ class Counted:
 
 
 def reduce(context: RankContext, bucket_bytes: int) -> tuple[Any, ...]:
-    assert isinstance(context.transport, ThreadTransport)
-    _, group = context.transport.mesh([context.rank], range(context.num_ranks))
+    _, group = connect(make_mesh(pp=1, dp=context.num_ranks, context=context))
     parameters, counted = parameters_of(context.rank), Counted(group)
     reduction = Reduction({4: parameters}, counted, bucket_bytes=bucket_bytes)
     assert not reduction.finish(4)
@@ -75,8 +74,7 @@ def test_buckets_hold_the_gradients_of_one_type_and_how_many_have_one(
 
 
 def reduce_sparse(context: RankContext) -> None:
-    assert isinstance(context.transport, ThreadTransport)
-    _, group = context.transport.mesh([context.rank], range(context.num_ranks))
+    _, group = connect(make_mesh(pp=1, dp=context.num_ranks, context=context))
     embedding = nn.Embedding(5, 3, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     Reduction({0: embedding.parameters()}, group).start(0)
