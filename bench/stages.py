@@ -1,7 +1,7 @@
 """Stages that take a known time: asleep, without any processor, or at work."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -77,45 +77,6 @@ def _modes() -> list[Any]:
     return modes
 
 
-@dataclass(frozen=True, slots=True)
-class _SleepingLinear(Linear):
-    """A linear map whose weight gradient sleeps first."""
-
-    seconds: float = 0.0
-
-    def weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """dw."""
-        clock = Clock()
-        gradient = Linear.weight_gradient(self, dy, x, weight)
-        clock.rest(self.seconds)
-        return gradient
-
-    def add_weight_gradient(self, total: Tensor, dy: Tensor, x: Tensor, weight: Tensor) -> None:
-        """total += dw."""
-        clock = Clock()
-        Linear.add_weight_gradient(self, total, dy, x, weight)
-        clock.rest(self.seconds)
-
-
-class WorkStage(nn.Module):
-    """Linear maps that take a processor's time.
-
-    Args:
-        num_layers: of them.
-        width: of each, and of what crosses, [rows, width].
-    """
-
-    def __init__(self, num_layers: int, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Through all of them."""
-        for layer in self.layers:
-            x = x + layer(x).tanh()
-        return x
-
-
 class Clock:
     """When the forward or the backward of one microbatch began."""
 
@@ -135,6 +96,49 @@ class Clock:
         time.sleep(max(end - AWAKE_SECONDS - time.perf_counter(), 0.0))
         while time.perf_counter() < end:
             pass
+
+
+@dataclass(frozen=True, slots=True)
+class _SleepingLinear(Linear):
+    """A linear map whose weight gradient, with that of its bias, takes its time."""
+
+    seconds: float = 0.0
+    clock: Clock = field(default_factory=Clock, compare=False)
+
+    def weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """dw."""
+        self.clock.restart()
+        return Linear.weight_gradient(self, dy, x, weight)
+
+    def add_weight_gradient(self, total: Tensor, dy: Tensor, x: Tensor, weight: Tensor) -> None:
+        """total += dw."""
+        self.clock.restart()
+        Linear.add_weight_gradient(self, total, dy, x, weight)
+
+    def bias_gradient(self, dy: Tensor) -> Tensor:
+        """db, which comes last of all."""
+        gradient = Linear.bias_gradient(self, dy)
+        self.clock.rest(self.seconds)
+        return gradient
+
+
+class WorkStage(nn.Module):
+    """Linear maps that take a processor's time.
+
+    Args:
+        num_layers: of them.
+        width: of each, and of what crosses, [rows, width].
+    """
+
+    def __init__(self, num_layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Through all of them."""
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x
 
 
 class Begin(torch.autograd.Function):

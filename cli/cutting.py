@@ -77,7 +77,8 @@ def known_cut(settings: TrainSettings, config: GPTConfig) -> Cut:
 
 def measured_cut(settings: TrainSettings, config: GPTConfig, profile: Profile) -> Cut:
     """The cut whose slowest stage is as fast as can be."""
-    return cut_by_profile(GPT(config).parts, profile, settings.schedule.num_stages)
+    model, num_stages = GPT(config), settings.schedule.num_stages
+    return cut_by_profile(model.parts, profile, num_stages, num_parameters=model.num_parameters())
 
 
 def profile_of(settings: TrainSettings, config: GPTConfig, device: torch.device) -> Profile:

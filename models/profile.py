@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, get_args
 
-from stagewright.models.checks import shown
+from stagewright.models.checks import in_order, shown, whole_number
 from stagewright.models.cut import Cut, Kind, Part, check_parts
 from stagewright.models.partition import cut_by_costs
 
@@ -89,8 +89,13 @@ class Profile:
         )
 
 
-def cut_by_profile(parts: Sequence[Part], profile: Profile, num_stages: int) -> Cut:
+def cut_by_profile(
+    parts: Sequence[Part], profile: Profile, num_stages: int, *, num_parameters: Sequence[int] | None = None
+) -> Cut:
     """Cut so that the slowest stage, forward and backward, is as fast as can be.
+
+    `num_parameters` has one number a part, such as `model.num_parameters()`. With it the profile of a model whose parts
+    have the same names but other sizes is refused too.
 
     Raises `ValueError` for the profile of another model, and when there are fewer layers than stages.
     """
@@ -105,7 +110,25 @@ def cut_by_profile(parts: Sequence[Part], profile: Profile, num_stages: int) -> 
             f"a profile is of the model that is cut: got one of {len(profiled)} parts, {profiled[0][0]} to "
             f"{profiled[-1][0]}, for a model of {len(parts)}, {parts[0].name} to {parts[-1].name}; profile this model"
         )
+    if num_parameters is not None:
+        _check_sizes(profile, num_parameters)
     return cut_by_costs(parts, [part.seconds for part in profile.parts], num_stages)
+
+
+def _check_sizes(profile: Profile, num_parameters: Sequence[int]) -> None:
+    given = in_order(num_parameters, "the sizes of a model are one number of parameters a part, such as (10, 20)")
+    sizes = [whole_number(size, f"the parameters of part {index}") for index, size in enumerate(given)]
+    if len(sizes) != len(profile.parts):
+        raise ValueError(
+            f"every part of the model has one number of parameters: got {len(sizes)} for {len(profile.parts)} parts; "
+            "pass model.num_parameters()"
+        )
+    for index, (part, size) in enumerate(zip(profile.parts, sizes, strict=True)):
+        if part.num_parameters != size:
+            raise ValueError(
+                f"a profile is of the model that is cut: got one whose part {index}, {part.name}, has "
+                f"{part.num_parameters} parameters, for a model where it has {size}; profile this model"
+            )
 
 
 def _part(value: Any, where: str) -> PartProfile:

@@ -1,7 +1,8 @@
 """Measuring what each part of a model costs, one part in memory at a time."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -32,7 +33,8 @@ def measure_profile(
     """Run every part of a model on one microbatch, and take the time.
 
     Each part gets what the one before it returned; the loss belongs to the last. Durations are the shortest of
-    `num_rounds`, for whatever else a machine does only adds to them. torch's global random state is untouched.
+    `num_rounds`, for whatever else a machine does only adds to them. torch's global random state, the inputs, and the
+    buffers of a model that is measured as it stands, such as the statistics of a batch norm, are untouched.
 
     Args:
         model: what is measured.
@@ -51,10 +53,11 @@ def measure_profile(
             is_last = index == len(model.parts) - 1
             arrived = value if index == 0 else tree_map_only(Tensor, differentiable, value)
             trial = Trial(module, arrived, partial(loss_of, loss_fn, target) if is_last else None)
-            rounds = [trial.round() for _ in range(num_rounds + 1)][1:]
+            with unchanged_buffers(module):
+                rounds = [trial.round() for _ in range(num_rounds + 1)][1:]
+                value, saved = trial.output()
             forward, backward, input_gradient = map(min, zip(*rounds))
             input_gradient = min(input_gradient, backward) if trial.has_weights else backward
-            value, saved = trial.output()
             profiles.append(
                 PartProfile(
                     name=part.name,
@@ -77,6 +80,9 @@ def measure_profile(
 class Trial:
     """A part on the input that it will have in a pipeline.
 
+    Each run gets a copy of the input, which is no leaf: the part's first operation may work in place, as it may in a
+    pipeline, and the next run finds the same numbers.
+
     Args:
         module: the part.
         value: what comes in, leaves of their graph.
@@ -97,11 +103,12 @@ class Trial:
 
     def round(self) -> tuple[float, float, float]:
         """Seconds of a forward, of its full backward, and of an input gradient alone."""
+        entered = self._enter()
         start = self._now()
-        roots = self._roots()
+        roots = self._roots(entered)
         forward = self._now() - start
         backward = self._gradient_seconds(roots, [*self.leaves, *self.weights])
-        input_gradient = self._gradient_seconds(self._roots(), self.leaves)
+        input_gradient = self._gradient_seconds(self._roots(self._enter()), self.leaves)
         return forward, backward, input_gradient
 
     def output(self) -> tuple[Any, int]:
@@ -110,13 +117,17 @@ class Trial:
             {tensor.untyped_storage().data_ptr() for tensor in (*self.module.parameters(), *self.module.buffers())}
         )
         with saved_tensors_hooks(kept.pack, kept.unpack):
-            output = self.module(self.value)
+            output = self.module(self._enter())
             roots = None if self.loss_fn is None else self.loss_fn(output)
         del roots
         return tree_map_only(Tensor, Tensor.detach, output), sum(kept.sizes.values())
 
-    def _roots(self) -> list[Tensor]:
-        output = self.module(self.value)
+    def _enter(self) -> Any:
+        """The input for one run."""
+        return tree_map_only(Tensor, Tensor.clone, self.value)
+
+    def _roots(self, entered: Any) -> list[Tensor]:
+        output = self.module(entered)
         if self.loss_fn is not None:
             loss = self.loss_fn(output)
             output = loss[0] if isinstance(loss, tuple) else loss
@@ -155,6 +166,25 @@ class Kept:
     def unpack(self, tensor: Tensor) -> Tensor:
         """Give it back."""
         return tensor
+
+
+@contextmanager
+def unchanged_buffers(module: nn.Module) -> Iterator[None]:
+    """Give a module's buffers back the values that they had, whatever happens meanwhile.
+
+    Memory is saved, not tensors, so that buffers may overlap.
+    """
+    slots = [(owner, dict(owner._buffers)) for owner in module.modules()]
+    storages = [buffer.untyped_storage() for buffer in module.buffers()]
+    copies = [storage.clone() for storage in storages]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for storage, copy in zip(storages, copies, strict=True):
+            storage.copy_(copy)
+        for owner, buffers in slots:
+            owner._buffers.clear()  # a forward may also have put other tensors in their place
+            owner._buffers.update(buffers)
 
 
 def loss_of(loss_fn: LossFunction, target: Any, output: Any) -> Any:

@@ -35,7 +35,15 @@ from stagewright.engine.transport.device import DeviceTransport, _as_bytes
 from stagewright.engine.transport.frame import FrameCodec
 from stagewright.engine.transport.threads import Hub, ThreadTransport
 from stagewright.engine.value import check_crossing, pack, read_layout
-from stagewright.models import cut_by_counts, cut_by_layout, cut_sequential
+from stagewright.models import (
+    GPT,
+    GPTConfig,
+    cut_by_counts,
+    cut_by_layout,
+    cut_by_profile,
+    cut_sequential,
+    measure_profile,
+)
 from stagewright.models.cut import parts_of_transformer
 from stagewright.schedules import Program, ScheduleError, create, simulate, verify
 from stagewright.schedules.asynchronous import AsynchronousSchedule
@@ -853,3 +861,25 @@ def test_a_device_waited_for_ever_for_a_rank_whose_data_had_ended() -> None:
     said = launch_on("double", train_to_the_end_of_the_data, 3, ("1f1b", 1))
     assert said[1] == "2 steps"
     assert all("rank 1 has returned while another rank still waits" in text for text in (said[0], said[2]))
+
+
+def test_measuring_spoiled_what_it_measured_or_could_not_begin() -> None:
+    """Parts got leaves, in which nothing works in place, or the caller's own batch; running statistics went on."""
+    norm = nn.BatchNorm1d(2)
+    model = cut_sequential(lambda: nn.Sequential(nn.ReLU(inplace=True), norm, nn.ReLU(inplace=True)))
+    inputs = -torch.ones(3, 2)
+    profile = measure_profile(model, inputs, torch.zeros(3, 2), nn.functional.mse_loss, num_rounds=1)
+    assert profile.parts[2].backward > 0
+    assert torch.equal(inputs, -torch.ones(3, 2))
+    assert torch.equal(norm.running_var, torch.ones(2))
+    assert norm.num_batches_tracked == 0
+
+
+def test_a_profile_cut_any_model_with_as_many_layers() -> None:
+    """Names were compared, sizes were not, and all decoders have the same names."""
+    small, large = (GPT(GPTConfig(num_layers=2, hidden_size=size, num_heads=1, sequence_length=2)) for size in (2, 4))
+    tokens = torch.zeros(1, 2, dtype=torch.int64)
+    profile = measure_profile(small, tokens, tokens, lambda output, _: output.sum(), num_rounds=1)
+    cut_by_profile(small.parts, profile, 2, num_parameters=small.num_parameters())
+    with pytest.raises(ValueError, match="whose part 0, embedding, has 516 parameters, for a model where it has 1032"):
+        cut_by_profile(large.parts, profile, 2, num_parameters=large.num_parameters())

@@ -18,7 +18,7 @@ from stagewright.cli.report import Silence
 from stagewright.cli.settings import TrainSettings
 from stagewright.cli.trainer import gpt_config, train
 from stagewright.engine import RankContext, launch_local
-from stagewright.models import Cut, PartProfile, Profile
+from stagewright.models import GPT, Cut, GPTConfig, PartProfile, Profile
 from stagewright.models.cut import parts_of_transformer
 from stagewright.schedules import Costs, create, simulate
 
@@ -29,12 +29,14 @@ SHAPE: dict[str, Any] = {"layers": 4, "hidden": 16, "heads": 2, "sequence": 16, 
 def profile_of(*durations: float) -> Profile:
     """A profile whose parts take so many milliseconds: a quarter forward, a quarter I, half W; and as many bytes."""
     parts = parts_of_transformer(len(durations) - 2)
+    layers, hidden, heads, sequence = len(parts) - 2, SHAPE["hidden"], SHAPE["heads"], SHAPE["sequence"]
+    model = GPT(GPTConfig(num_layers=layers, hidden_size=hidden, num_heads=heads, sequence_length=sequence))
     return Profile(
         tuple(
             PartProfile(
-                part.name, part.kind, ms / 4000, 3 * ms / 4000, ms / 4000, ms / 2000, int(ms), int(8 * ms), 2, 8
+                part.name, part.kind, ms / 4000, 3 * ms / 4000, ms / 4000, ms / 2000, int(ms), int(8 * ms), size, 8
             )
-            for part, ms in zip(parts, durations, strict=True)
+            for part, ms, size in zip(parts, durations, model.num_parameters(), strict=True)
         ),
         num_rows=4,
         dtype="float32",
@@ -117,6 +119,8 @@ def test_wrong_input_gets_one_line(command: str, message: str, capfd: pytest.Cap
 def test_the_profile_of_another_model_is_refused(profile_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--cut", "measured", "--profile", str(profile_file), "--layers", "5"]) == 2
     assert "got one of 6 parts, embedding to head, for a model of 7, embedding to head" in capfd.readouterr().err
+    assert main(["train", "--cut", "measured", "--profile", str(profile_file), "--layers", "4", "--hidden", "32"]) == 2
+    assert "got one whose part 0, embedding, has " in capfd.readouterr().err
 
 
 def test_the_costs_of_a_stage_are_those_of_its_parts() -> None:

@@ -88,7 +88,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     assert not [file for file in folder.iterdir() if not file.name.startswith("torchinductor")]  # which torch keeps
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.slow)])
 def test_a_process_that_dies_without_a_word_is_named_with_its_last_instruction(
     how: How, tmp_path: Path, temporary: Path
 ) -> None:

@@ -1,15 +1,18 @@
-"""The file of a profile: what is written comes back, and nothing else is taken for one."""
+"""A profile: its file comes back as written, it fits its model alone, and making it changes nothing else."""
 
 import json
 import math
 import re
+from contextlib import nullcontext
 from typing import Any, get_args
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from stagewright.models import Cut, PartProfile, Profile, cut_by_profile
+from stagewright.models import Cut, PartProfile, Profile, cut_by_profile, cut_sequential, measure_profile
 from stagewright.models.cut import Kind, Part, parts_of_transformer
 
 seconds = st.floats(0, 1e9)
@@ -157,6 +160,57 @@ def test_the_profile_of_another_model_is_refused() -> None:
     message = "got one of 6 parts, embedding to head, for a model of 5, embedding to head; profile this model"
     with pytest.raises(ValueError, match=re.escape(message)):
         cut_by_profile(parts_of_transformer(3), profile_of(1, 1, 1, 1, 1, 1), 2)
+
+
+def test_the_profile_of_a_model_of_other_sizes_is_refused() -> None:
+    parts, profile = parts_of_transformer(2), profile_of(1, 1, 1, 1)
+    assert cut_by_profile(parts, profile, 2, num_parameters=(2, 2, 2, 2)) == Cut((2, 2))
+    message = "got one whose part 2, layers.1, has 2 parameters, for a model where it has 3; profile this model"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cut_by_profile(parts, profile, 2, num_parameters=(2, 2, 3, 4))
+    with pytest.raises(ValueError, match="got 3 for 4 parts; pass model.num_parameters"):
+        cut_by_profile(parts, profile, 2, num_parameters=(2, 2, 2))
+
+
+@pytest.mark.parametrize("member", [nn.ReLU(inplace=True), nn.Dropout(inplace=True)])
+def test_a_part_may_begin_in_place(member: nn.Module) -> None:
+    model = cut_sequential(lambda: nn.Sequential(nn.Linear(3, 3), member, nn.Linear(3, 1)))
+    profile = measure_profile(model, torch.randn(2, 3), torch.randn(2, 1), nn.functional.mse_loss, num_rounds=1)
+    assert profile.parts[1].input_gradient == profile.parts[1].backward > 0
+
+
+class Counting(nn.Module):
+    """Puts another tensor in the place of a buffer, and cannot go on after so many calls."""
+
+    calls: Tensor
+    overlapping: Tensor
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("overlapping", torch.ones(1).expand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        if self.calls > self.limit:
+            raise RuntimeError("no further")
+        return x * self.overlapping
+
+
+@pytest.mark.parametrize("limit", [100, 2])
+def test_what_is_measured_is_as_before(limit: int) -> None:
+    within = nn.Sequential(nn.BatchNorm1d(3), Counting(limit))  # so that a part fails that has changed much already
+    model = nn.Sequential(nn.ReLU(inplace=True), within, nn.Linear(3, 1))
+    inputs = torch.randn(4, 3)
+    buffers = dict(model.named_buffers())
+    before, inputs_before = {name: buffer.clone() for name, buffer in buffers.items()}, inputs.clone()
+    with pytest.raises(RuntimeError, match="no further") if limit == 2 else nullcontext():
+        measure_profile(cut_sequential(lambda: model), inputs, torch.randn(4, 1), nn.functional.mse_loss)
+    assert torch.equal(inputs, inputs_before)
+    for name, buffer in model.named_buffers():
+        assert buffer is buffers[name]
+        assert torch.equal(buffer, before[name]), name
 
 
 def test_fewer_layers_than_stages_are_refused() -> None:
