@@ -108,42 +108,13 @@ def assemble(
         TypeError: a stage is no module.
     """
     placement, rank = program.placement, transport.rank
-    owned = placement.stages_of(rank)
-    with transport.baton:  # a stage that seeds before it draws its weights must not be disturbed
-        modules = {stage: _module(build_stage, stage, transport.device) for stage in owned}
-    with CopiesAlike(placement, transport, group) as copies:
-        settle_sharing(modules, options.tied)
-        check_norms(modules, placement, group.size, deferred=options.deferred_batch_norm)
-        copies.answer(modules)
-    share_values(placement, modules, transport)
-    for module in modules.values():
-        _share_values(module, group)
-    check_sharded(
-        modules,
-        placement,
-        group,
-        has_versions=program.updates.max_staleness > 0,
-        tied=options.tied,
-        has_masters=options.master_weights,
-    )
+    modules = _modules(build_stage, program, transport, group, options)
     sharded = {stage: ShardedStage(module) for stage, module in modules.items() if sharded_modules(module)}
     num_versions = program.updates.num_versions[rank] if program.updates.max_staleness else 1
     remedies = Remedies(options.staleness, program.updates, rank)
     weights = {stage: _weights(module, num_versions, options, remedies) for stage, module in modules.items()}
     seeds = Seeds(options.seed, transport.device, group.rank * program.num_microbatches)
-    splits = splits_backward(program)
-    stages = {
-        stage: Stage(
-            stage,
-            module,
-            seeds,
-            weights=weights[stage],
-            splits_backward=splits,
-            num_kept=kept_microbatches(options.recompute, stage),
-            autocast=options.autocast,
-        )
-        for stage, module in modules.items()
-    }
+    stages = _stages(modules, weights, seeds, splits_backward(program), options)
     trained = {stage: of_stage.trained for stage, of_stage in weights.items()}
     if options.loss_scale is not None:
         _check_unscaling(trained)
@@ -154,8 +125,7 @@ def assemble(
     norms = DeferredBatchNorms(modules if options.deferred_batch_norm else {}, placement, agreement, group)
     parameters = {stage: of_stage.values() for stage, of_stage in trained.items()}
     reduction = Reduction(parameters, group, sharded) if group.size > 1 else None
-    replicas = Replicas(placement, trained, transport)
-    gradients = Gradients(weights, reduction, replicas, ties, placement, rank)
+    gradients = Gradients(weights, reduction, Replicas(placement, trained, transport), ties, placement, rank)
     updater = Updater(
         options.optimizer,
         weights,
@@ -180,6 +150,54 @@ def assemble(
         sharded,
         _all_sharded(sharded, transport, group),
     )
+
+
+def _modules(
+    build_stage: BuildStage, program: Program, transport: Transport, group: Group, options: Options
+) -> dict[int, nn.Module]:
+    """The modules of this rank's stages; all copies of a stage are alike, and have the values of the first."""
+    placement = program.placement
+    with transport.baton:  # a stage that seeds before it draws its weights must not be disturbed
+        modules = {
+            stage: _module(build_stage, stage, transport.device) for stage in placement.stages_of(transport.rank)
+        }
+    with CopiesAlike(placement, transport, group) as copies:
+        settle_sharing(modules, options.tied)
+        check_norms(modules, placement, group.size, deferred=options.deferred_batch_norm)
+        copies.answer(modules)
+    share_values(placement, modules, transport)
+    for module in modules.values():
+        _share_values(module, group)
+    check_sharded(
+        modules,
+        placement,
+        group,
+        has_versions=program.updates.max_staleness > 0,
+        tied=options.tied,
+        has_masters=options.master_weights,
+    )
+    return modules
+
+
+def _stages(
+    modules: Mapping[int, nn.Module],
+    weights: Mapping[int, StageWeights],
+    seeds: Seeds,
+    splits: bool,
+    options: Options,
+) -> dict[int, Stage]:
+    return {
+        stage: Stage(
+            stage,
+            module,
+            seeds,
+            weights=weights[stage],
+            splits_backward=splits,
+            num_kept=kept_microbatches(options.recompute, stage),
+            autocast=options.autocast,
+        )
+        for stage, module in modules.items()
+    }
 
 
 def _share_values(module: nn.Module, group: Group) -> None:

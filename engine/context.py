@@ -15,8 +15,9 @@ from stagewright.engine.errors import NotFiniteError, PeerError
 from stagewright.engine.meeting import meet
 from stagewright.engine.transport.contract import Transport
 from stagewright.engine.transport.gloo import GlooTransport
+from stagewright.engine.transport.hub import Hub
 from stagewright.engine.transport.nccl import nccl_transport
-from stagewright.engine.transport.threads import Hub, ThreadTransport
+from stagewright.engine.transport.threads import ThreadTransport
 
 
 @dataclass(frozen=True)

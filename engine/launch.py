@@ -5,7 +5,8 @@ from typing import Any, Literal
 
 from stagewright.engine.launch_processes import run_processes
 from stagewright.engine.launch_threads import run_threads
-from stagewright.engine.transport.threads import Hub, ThreadTransport
+from stagewright.engine.transport.hub import Hub
+from stagewright.engine.transport.threads import ThreadTransport
 
 
 def launch_local(

@@ -7,7 +7,7 @@ from typing import Any, Final
 from stagewright.engine.context import RankContext, context_of, tell_end
 from stagewright.engine.errors import PeerError, RankError
 from stagewright.engine.transport.contract import Transport
-from stagewright.engine.transport.threads import Hub
+from stagewright.engine.transport.hub import Hub
 
 # How often a thread that does not end is looked at.
 _LOOK_SECONDS: Final = 0.5

@@ -5,23 +5,19 @@ import os
 import secrets
 import socket
 import struct
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
 from time import monotonic
 from typing import Any, Final
 
 import torch.distributed as dist
 
-from stagewright.engine.errors import PeerError
+from stagewright.engine.notes import exchange_notes, this_host
 from stagewright.engine.progress import Place, Progress, open_page, read_place
 
 _LOOPBACK: Final = "127.0.0.1"
 _HELLO: Final = struct.Struct("<I32s")
-_LOOK: Final = timedelta(seconds=0.5)
 # For a rank to be reached; one that cannot be is not watched, and all else goes on.
 _SECONDS: Final = 20.0
 # kind, number of bytes
@@ -109,15 +105,14 @@ def connect_links(group: dist.ProcessGroup, number: int, progress: Progress) -> 
         PeerError: a rank, or whoever keeps the store, has gone before all ranks were there.
     """
     rank, num_ranks = group.rank(), group.size()
-    store = group.get_group_store()
-    hosts = _exchange(store, f"stagewright host {number}", rank, num_ranks, _host())
+    hosts = exchange_notes(group, f"host {number}", this_host("net", "pid"))
     is_local = bool(hosts[rank]) and len(set(hosts)) == 1
-    addresses = [_LOOPBACK] if is_local else _addresses(store)
+    addresses = [_LOOPBACK] if is_local else _addresses(group.get_group_store())
     token = secrets.token_hex(32)
     with socket.create_server((_LOOPBACK if is_local else "", 0), backlog=num_ranks) as listener:
         port = listener.getsockname()[1]
         own = json.dumps([addresses, port, token, os.getpid(), progress.file, progress.token.hex()])
-        told = _exchange(store, f"stagewright link {number}", rank, num_ranks, own)
+        told = exchange_notes(group, f"link {number}", own)
         there: Mapping[int, list[Any]] = {other: json.loads(text) for other, text in enumerate(told) if other != rank}
         deadline = monotonic() + _SECONDS
         connections = {other: _call(rank, *there[other][:3]) for other in there if other < rank}
@@ -129,28 +124,6 @@ def connect_links(group: dist.ProcessGroup, number: int, progress: Progress) -> 
         for other, connection in sorted(connections.items())
         if connection is not None
     ]
-
-
-def _exchange(store: Any, name: str, rank: int, num_ranks: int, own: str) -> list[str]:
-    """What every rank says, over a store."""
-    keys = [f"{name} of rank {other}" for other in range(num_ranks)]
-    try:
-        store.set(keys[rank], own)
-        for key in keys:
-            while not store.check([key]):
-                with suppress(dist.DistStoreError):  # so that Ctrl-C is heard in between
-                    store.wait([key], _LOOK)
-        return [store.get(key).decode() for key in keys]
-    except RuntimeError as error:
-        raise PeerError(f"whoever keeps the store has gone before all ranks were connected ({error})") from error
-
-
-def _host() -> str:
-    """What processes of one host, that can see each other, have in common; nothing where that is not known."""
-    if not sys.platform.startswith("linux"):
-        return ""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}-{os.stat('/proc/self/ns/pid').st_ino}-{os.getuid()}"
 
 
 def _addresses(store: Any) -> list[str]:

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stagewright.models.build import CuttableModel, count_parameters
+from stagewright.models.cut import Part
 from stagewright.models.initialise import drawing_from
 from stagewright.models.profile import PartProfile, Profile
 
@@ -53,28 +54,34 @@ def measure_profile(
             is_last = index == len(model.parts) - 1
             arrived = value if index == 0 else tree_map_only(Tensor, differentiable, value)
             trial = Trial(module, arrived, partial(loss_of, loss_fn, target) if is_last else None)
-            with unchanged_buffers(module):
-                rounds = [trial.round() for _ in range(num_rounds + 1)][1:]
-                value, saved = trial.output()
-            forward, backward, input_gradient = map(min, zip(*rounds))
-            input_gradient = min(input_gradient, backward) if trial.has_weights else backward
-            profiles.append(
-                PartProfile(
-                    name=part.name,
-                    kind=part.kind,
-                    forward=forward,
-                    backward=backward,
-                    input_gradient=input_gradient,
-                    weight_gradient=backward - input_gradient,
-                    activation_bytes=saved,
-                    output_bytes=sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor)),
-                    num_parameters=count_parameters(module),
-                    parameter_bytes=sum(parameter.nbytes for parameter in module.parameters()),
-                )
-            )
+            profile, value = _measured(part, trial, num_rounds)
+            profiles.append(profile)
             del module, trial
     dtypes = {str(leaf.dtype).removeprefix("torch.") for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
     return Profile(tuple(profiles), num_rows, ", ".join(sorted(dtypes)), device.type)
+
+
+def _measured(part: Part, trial: "Trial", num_rounds: int) -> tuple[PartProfile, Any]:
+    """What one part costs, and what it returns."""
+    module = trial.module
+    with unchanged_buffers(module):
+        rounds = [trial.round() for _ in range(num_rounds + 1)][1:]
+        value, saved = trial.output()
+    forward, backward, input_gradient = map(min, zip(*rounds))
+    input_gradient = min(input_gradient, backward) if trial.has_weights else backward
+    profile = PartProfile(
+        name=part.name,
+        kind=part.kind,
+        forward=forward,
+        backward=backward,
+        input_gradient=input_gradient,
+        weight_gradient=backward - input_gradient,
+        activation_bytes=saved,
+        output_bytes=sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor)),
+        num_parameters=count_parameters(module),
+        parameter_bytes=sum(parameter.nbytes for parameter in module.parameters()),
+    )
+    return profile, value
 
 
 class Trial:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import settings
 
 # Tests, and the processes they start, import the modules that stand beside them, such as ``plain``.
-sys.path.extend(str(Path(__file__).parent / folder) for folder in ("engine", "fuzz", "models", "schedules"))
+sys.path.extend(str(Path(__file__).parent / folder) for folder in (".", "engine", "fuzz", "models", "schedules"))
 
 # Ranks of a test share few cores: one thread each, in this process and in those that it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -3,16 +3,12 @@
 import os
 import re
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent))
-
 from hosts import NAMES, Hosts, NotPermittedError
 from runs import TINY, Run, has_made, losses_in, losses_of, write_text
 from sleeping import BACKWARD, FORWARD, NUM_MICROBATCHES

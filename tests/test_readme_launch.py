@@ -9,13 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from stagewright.cli.train_arguments import TRAIN_EXAMPLES
-
-sys.path.append(str(Path(__file__).parent))
-
 from launched import free_port
 from launchers import MACHINES, install
+
+from stagewright.cli.train_arguments import TRAIN_EXAMPLES
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 BLOCKS = [re.sub(r"\\\n *", "", block) for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)]

@@ -2,6 +2,7 @@
 
 from stagewright.engine.transport.contract import Channel, Receipt, Transport
 from stagewright.engine.transport.gloo import GlooTransport
-from stagewright.engine.transport.threads import Hub, ThreadTransport
+from stagewright.engine.transport.hub import Hub
+from stagewright.engine.transport.threads import ThreadTransport
 
 __all__ = ["Channel", "GlooTransport", "Hub", "Receipt", "ThreadTransport", "Transport"]

@@ -18,10 +18,6 @@ FREE, SENT, TAKEN = range(3)
 
 _FLAG_SIZE: Final = 64  # so that frames begin where a cache line does
 _LEAST_CAPACITY: Final = 4096
-# What <linux/fcntl.h> calls F_ADD_SEALS, F_GET_SEALS and F_SEAL_SHRINK; Python names them on Linux alone.
-_ADD_SEALS: Final = 1033
-_GET_SEALS: Final = 1034
-_SEAL_SHRINK: Final = 2
 
 
 class Arena:
@@ -46,7 +42,7 @@ class Arena:
         Raises:
             ValueError: what was handed over is smaller than it is said to be, or could become so.
         """
-        if not fcntl.fcntl(file, _GET_SEALS) & _SEAL_SHRINK or os.fstat(file).st_size < _size(capacity):
+        if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(file).st_size < _size(capacity):
             raise ValueError(f"shared memory for {NUM_SLOTS} frames of {capacity} bytes is too small, or not sealed")
         return cls(file, capacity)
 
@@ -102,7 +98,7 @@ def make_file(num_bytes: int) -> tuple[int, int]:
     capacity = max(_LEAST_CAPACITY, 1 << (num_bytes - 1).bit_length())
     file = os.memfd_create("stagewright", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, _size(capacity))
-    fcntl.fcntl(file, _ADD_SEALS, _SEAL_SHRINK)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     return file, capacity
 
 

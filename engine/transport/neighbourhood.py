@@ -4,20 +4,16 @@ import os
 import secrets
 import socket
 import struct
-import sys
-from contextlib import suppress
-from datetime import timedelta
-from pathlib import Path
 from typing import Final
 
 import torch.distributed as dist
 
 from stagewright.engine.errors import PeerError
+from stagewright.engine.notes import exchange_notes, this_host
 from stagewright.engine.transport.neighbour import Neighbour
 
 _HELLO: Final = struct.Struct("<I32s")
 _CREDENTIALS: Final = struct.Struct("iII")  # pid, uid, gid
-_LOOK: Final = timedelta(seconds=0.5)
 _SECONDS: Final = 60.0  # for a rank that listens to be reached
 
 
@@ -35,11 +31,12 @@ def connect_neighbours(group: dist.ProcessGroup, number: int) -> dict[int, Neigh
         PeerError: a rank has gone meanwhile.
     """
     rank, num_ranks = group.rank(), group.size()
-    name, token, host = secrets.token_hex(16), secrets.token_bytes(32), _host()
+    name, token, host = secrets.token_hex(16), secrets.token_bytes(32), this_host("net")
     listener = _listen(name, num_ranks) if host else None
     try:
-        told = _exchange(group, number, f"{host}/{name}/{token.hex()}")
-        near = {other: rest for other, (its_host, *rest) in told.items() if host and its_host == host}
+        told = exchange_notes(group, f"neighbourhood {number}", f"{host}/{name}/{token.hex()}")
+        notes = {other: note.split("/") for other, note in enumerate(told) if other != rank}
+        near = {other: rest for other, (its_host, *rest) in notes.items() if host and its_host == host}
         connections = {other: _call(rank, *near[other]) for other in near if other < rank}
         while listener is not None and len(connections) < len(near):
             connections.update(_answer(listener, token))
@@ -49,30 +46,6 @@ def connect_neighbours(group: dist.ProcessGroup, number: int) -> dict[int, Neigh
     finally:
         if listener is not None:
             listener.close()
-
-
-def _exchange(group: dist.ProcessGroup, number: int, own: str) -> dict[int, list[str]]:
-    """What every other rank says, over the store of the group."""
-    store = group.get_group_store()
-    keys = {other: f"stagewright neighbourhood {number} of rank {other}" for other in range(group.size())}
-    own_key = keys.pop(group.rank())
-    try:
-        store.set(own_key, own)
-        for key in keys.values():
-            while not store.check([key]):
-                with suppress(dist.DistStoreError):  # so that Ctrl-C is heard in between
-                    store.wait([key], _LOOK)
-        return {other: store.get(key).decode().split("/") for other, key in keys.items()}
-    except RuntimeError as error:
-        raise PeerError(f"whoever keeps the store has gone before all ranks were connected ({error})") from error
-
-
-def _host() -> str:
-    """What two processes have in common that can share memory; nothing where this system has no such thing."""
-    if not sys.platform.startswith("linux"):
-        return ""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}-{os.getuid()}"
 
 
 def _listen(name: str, num_ranks: int) -> socket.socket:

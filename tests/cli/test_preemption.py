@@ -3,19 +3,14 @@
 import os
 import re
 import signal
-import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
-
-from stagewright.cli.main import main
-
-sys.path.append(str(Path(__file__).parent.parent))
-
 from launched import free_port
 from runs import TINY, Run, has_made, losses_in, losses_of, write_text
+
+from stagewright.cli.main import main
 
 NUM_STEPS = 300
 
@@ -23,15 +18,6 @@ NUM_STEPS = 300
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("data") / "text")
-
-
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    """Whatever a test starts."""
-    started: list[Run] = []
-    yield started
-    for run in started:
-        run.end()
 
 
 def command(text: Path, folder: Path, flags: str = "") -> str:

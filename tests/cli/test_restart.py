@@ -4,16 +4,11 @@ import os
 import random
 import re
 import signal
-import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent.parent))
-
 from launched import free_port
 from runs import TINY, Run, has_made, losses_of, write_text
 
@@ -37,15 +32,6 @@ def unbroken(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list
     losses = losses_of(folder / "metrics.jsonl")
     assert [step for step, _ in losses] == list(range(1, NUM_STEPS + 1))
     return [loss for _, loss in losses], losses_at_the_end(out)
-
-
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    """Whatever a test starts."""
-    started: list[Run] = []
-    yield started
-    for run in started:
-        run.end()
 
 
 def command(text: Path, folder: Path, max_restarts: int = 3) -> str:

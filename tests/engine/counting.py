@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from stagewright.engine.launch_threads import run_threads
-from stagewright.engine.transport.threads import Hub, ThreadTransport
+from stagewright.engine.transport.hub import Hub
+from stagewright.engine.transport.threads import ThreadTransport
 
 
 class CountingTransport(ThreadTransport):

@@ -212,7 +212,7 @@ def talk(context: RankContext, pretended_hosts: bool) -> tuple[list[int], Tensor
     """The ranks that this one shares memory with, and what rank 1 receives of rank 0."""
     with pytest.MonkeyPatch.context() as patch:
         if pretended_hosts:
-            patch.setattr(neighbourhood, "_host", lambda: f"host {context.rank // 2}")
+            patch.setattr(neighbourhood, "this_host", lambda *_: f"host {context.rank // 2}")
         transport = transport_of(context, "shared")
     channel = Channel(0, 2, "activation")
     transport.begin(Session(fixed_shapes=False))

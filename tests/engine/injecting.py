@@ -21,7 +21,8 @@ from torch import Tensor
 from stagewright.engine.launch_threads import run_threads
 from stagewright.engine.transport.contract import Channel, Line, Receipt, Session, Transport
 from stagewright.engine.transport.group import Divisible, Group, Sum
-from stagewright.engine.transport.threads import Hub, ThreadTransport
+from stagewright.engine.transport.hub import Hub
+from stagewright.engine.transport.threads import ThreadTransport
 from stagewright.engine.value import Packed
 
 Kind: TypeAlias = Literal["open", "begin", "send", "post", "wait", "end", "gather", "start sum", "wait for sum"]

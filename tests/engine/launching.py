@@ -16,7 +16,7 @@ from stagewright.engine import RankContext, launch_local
 from stagewright.engine.context import context_of
 from stagewright.engine.launch_threads import run_threads
 from stagewright.engine.transport.gloo import GlooTransport
-from stagewright.engine.transport.threads import Hub
+from stagewright.engine.transport.hub import Hub
 
 Kind: TypeAlias = Literal["threads", "double", "gloo"]
 

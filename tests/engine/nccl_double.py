@@ -31,7 +31,8 @@ from stagewright.engine.transport.collective import CollectiveGroup
 from stagewright.engine.transport.contract import Line
 from stagewright.engine.transport.device import DeviceTransport
 from stagewright.engine.transport.group import Group
-from stagewright.engine.transport.threads import Hub, ThreadTransport
+from stagewright.engine.transport.hub import Hub
+from stagewright.engine.transport.threads import ThreadTransport
 
 PATIENCE_SECONDS = 60.0
 # How often ranks look for news of each other.

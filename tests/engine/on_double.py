@@ -12,7 +12,7 @@ import pytest
 from nccl_double import DoubledTransport, Switchboard, transport_on_double
 
 from stagewright.engine import Pipeline
-from stagewright.engine.transport.threads import Hub
+from stagewright.engine.transport.hub import Hub
 
 # What a test has counted, on its report.
 NUM_RANKS: Final = "ranks on the double"

@@ -9,7 +9,7 @@ from nccl_double import transports_on_double
 
 from stagewright.engine import RankContext
 from stagewright.engine.launch_threads import run_threads
-from stagewright.engine.transport.threads import Hub
+from stagewright.engine.transport.hub import Hub
 
 
 def on_double(case: Case) -> tuple[list[Trained], list[int]]:

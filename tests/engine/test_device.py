@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from stagewright.engine import PeerError, Pipeline, RankContext
 from stagewright.engine.transport.contract import Channel, Session
 from stagewright.engine.transport.device import DeviceTransport
-from stagewright.engine.transport.threads import Hub
+from stagewright.engine.transport.hub import Hub
 from stagewright.engine.value import pack, unpack
 
 CHANNEL = Channel(0, 1, "activation", 4)

@@ -11,7 +11,7 @@ from plain import Result, train_plainly
 from stagewright.engine import launch_local
 from stagewright.engine.transport.contract import Channel, Session
 from stagewright.engine.transport.device import DeviceTransport
-from stagewright.engine.transport.threads import Hub
+from stagewright.engine.transport.hub import Hub
 from stagewright.engine.value import pack, unpack
 from stagewright.schedules import create
 

@@ -12,7 +12,7 @@ from launching import launch_on
 
 from stagewright.engine import PeerError, RankContext, RankError, launch_local
 from stagewright.engine.transport.contract import Channel
-from stagewright.engine.transport.threads import Hub
+from stagewright.engine.transport.hub import Hub
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from stagewright.engine import Pipeline, RankContext
 from stagewright.engine.launch_threads import run_threads
-from stagewright.engine.transport.threads import Hub, ThreadTransport
+from stagewright.engine.transport.hub import Hub
+from stagewright.engine.transport.threads import ThreadTransport
 from stagewright.schedules import Schedule
 
 BATCHES = [(x.float(), y.float()) for x, y in make_batches(4)]
