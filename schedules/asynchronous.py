@@ -8,9 +8,10 @@ from typing import ClassVar, TypeAlias
 from stagewright.schedules.costs import Costs
 from stagewright.schedules.formula import Formula
 from stagewright.schedules.instructions import Backward, Forward, Instruction, ReduceGradient, Step
+from stagewright.schedules.late_steps import Work
 from stagewright.schedules.program import Program
 from stagewright.schedules.schedule import Order, Schedule
-from stagewright.schedules.windows import Windows, Work
+from stagewright.schedules.windows import Windows
 
 # (stage, microbatch of the batch)
 Cell: TypeAlias = tuple[int, int]

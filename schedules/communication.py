@@ -7,7 +7,7 @@ where sends wait for their receiver; and each channel's receives stand in the or
 """
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from stagewright.schedules.costs import Costs
 from stagewright.schedules.errors import ScheduleError
@@ -35,6 +35,33 @@ from stagewright.schedules.timing import row_costs, time_rows
 _OPERATIONS = frozenset((SEND_ACTIVATION, RECEIVE_ACTIVATION, SEND_GRADIENT, RECEIVE_GRADIENT))
 
 
+@dataclass(frozen=True)
+class Messages:
+    """Where a program that only computes and updates has to communicate.
+
+    Args:
+        table: of the program.
+        sent: the rows whose result another rank needs.
+        before: those of them whose result is received before a row, in order.
+    """
+
+    table: Table
+    sent: Set[int]
+    before: Mapping[int, Sequence[int]]
+
+    def send(self, row: int) -> Instruction:
+        """The SEND of what a row makes."""
+        send = SendActivation if self.table.operation[row] == FORWARD else SendGradient
+        return send(self.table.stage[row], self.table.microbatch[row])
+
+    def receive(self, row: int) -> Instruction:
+        """The RECV of it on the other rank."""
+        stage, microbatch = self.table.stage[row], self.table.microbatch[row]
+        if self.table.operation[row] == FORWARD:
+            return ReceiveActivation(stage + 1, microbatch)
+        return ReceiveGradient(stage - 1, microbatch)
+
+
 def communicates(program: Program) -> bool:
     """Whether a program says what is sent and received, or needs to say nothing since nothing crosses ranks."""
     return not _OPERATIONS.isdisjoint(program.table.operation) or program.num_ranks == 1
@@ -46,26 +73,35 @@ def insert_communication(program: Program) -> Program:
     Raises:
         ScheduleError: the computations wait for each other in a circle, so there is no order to derive them from.
     """
+    table, messages = program.table, messages_of(program)
+    streams = tuple(
+        _weave(stream, first, table.fused, messages) for stream, first in zip(program.streams, table.first_row)
+    )
+    return replace(program, streams=streams)
+
+
+def messages_of(program: Program) -> Messages:
+    """The sends and receives that a program needs, and where.
+
+    Raises:
+        ScheduleError: as above.
+    """
     table = program.table
     waits = waits_of(table)
     order = linearize(table, waits)
     if isinstance(order, Stuck):
         raise ScheduleError(_describe(table, order), "circular wait")
     starts, _ = time_rows(table, waits, order, row_costs(table, Costs()))
-    in_time = sorted(order, key=starts.__getitem__)  # stable: what starts together stays in a possible order
-    before, after = _messages(table, in_time)
-    streams = tuple(
-        _weave(stream, first, table.fused, before, after) for stream, first in zip(program.streams, table.first_row)
-    )
-    return replace(program, streams=streams)
+    # The sort is stable: what starts together stays in a possible order.
+    return _messages(table, sorted(order, key=starts.__getitem__))
 
 
-def _messages(table: Table, in_time: Sequence[int]) -> tuple[dict[int, list[Instruction]], dict[int, Instruction]]:
-    """The RECVs to put before, and the SEND to put after, each row; the rows come in the order of their starts."""
+def _messages(table: Table, in_time: Sequence[int]) -> Messages:
+    """The same, for rows in the order of their starts."""
     width, last = table.num_microbatches, table.num_stages - 1
     routes = [table.placement.routes[table.placement.route_of(microbatch)] for microbatch in range(width)]
-    before: dict[int, list[Instruction]] = {}
-    after: dict[int, Instruction] = {}
+    sent: set[int] = set()
+    before: dict[int, list[int]] = {}
     running = table.first_row[:-1]
     for row in in_time:
         # Nothing can be put inside a fused pair; and a reduction may start after what its rank issues next.
@@ -73,34 +109,29 @@ def _messages(table: Table, in_time: Sequence[int]) -> tuple[dict[int, list[Inst
         operation, stage, microbatch = table.operation[row], table.stage[row], table.microbatch[row]
         if operation == FORWARD and stage < last and microbatch < width:
             source, destination = routes[microbatch][stage : stage + 2]
-            if source != destination and table.forward[stage * width + microbatch] == row:
-                after[row] = SendActivation(stage, microbatch)
-                before.setdefault(running[destination], []).append(ReceiveActivation(stage + 1, microbatch))
+            made = table.forward
         elif operation in (INPUT_GRADIENT, BACKWARD) and 0 < stage <= last and microbatch < width:
             destination, source = routes[microbatch][stage - 1 : stage + 1]
-            if source != destination and table.input_gradient[stage * width + microbatch] == row:
-                after[row] = SendGradient(stage, microbatch)
-                before.setdefault(running[destination], []).append(ReceiveGradient(stage - 1, microbatch))
-    return before, after
+            made = table.input_gradient
+        else:
+            continue
+        if source != destination and made[stage * width + microbatch] == row:
+            sent.add(row)
+            before.setdefault(running[destination], []).append(row)
+    return Messages(table, sent, before)
 
 
-def _weave(
-    stream: Sequence[Instruction],
-    row: int,
-    fused: Set[int],
-    before: Mapping[int, Sequence[Instruction]],
-    after: Mapping[int, Instruction],
-) -> tuple[Instruction, ...]:
+def _weave(stream: Sequence[Instruction], row: int, fused: Set[int], messages: Messages) -> tuple[Instruction, ...]:
     """One rank's stream, from its first row on, with its receives before and its sends after the computations."""
     woven: list[Instruction] = []
     for instruction in stream:
-        if row in before:
-            woven += before[row]
+        if row in messages.before:
+            woven += map(messages.receive, messages.before[row])
         woven.append(instruction)
         end = row + 2 if row in fused else row + 1
         for part in range(row, end):
-            if part in after:
-                woven.append(after[part])
+            if part in messages.sent:
+                woven.append(messages.send(part))
         row = end
     return tuple(woven)
 

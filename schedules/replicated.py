@@ -31,7 +31,7 @@ class Replication:
         """The first rank of each stage."""
         return tuple(accumulate(self.counts[:-1], initial=0))
 
-    @property
+    @cached_property
     def round(self) -> int:
         """Microbatches after which every stage is at its first replica again."""
         return lcm(*self.counts)

@@ -5,30 +5,22 @@ when nothing follows. A window posts the receives of what is sent in the same wi
 for a batch that may never come. Once the pipeline is full, one window is like the one before it but for its numbers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Protocol, TypeAlias
 
-from stagewright.schedules.communication import insert_communication
+from stagewright.schedules.communication import Messages, messages_of
 from stagewright.schedules.instructions import (
     Backward,
     Forward,
     Instruction,
-    ReceiveActivation,
-    ReceiveGradient,
-    ReduceGradient,
-    ReduceTied,
-    SendActivation,
-    SendGradient,
-    Step,
-    SyncScalars,
 )
+from stagewright.schedules.late_steps import Work, put_off, reduce_all
 from stagewright.schedules.placement import Placement
 from stagewright.schedules.program import Program, UpdateRule
 
 Stream: TypeAlias = tuple[Instruction, ...]
-Work: TypeAlias = Forward | Backward | Step | ReduceGradient | ReduceTied | SyncScalars
 
 
 class Endless(Protocol):
@@ -137,16 +129,13 @@ class Windows:
             batch: its number, from 0.
             num_drained: batches before the last drain.
         """
-        start = min(num_drained, self.num_opening)
-        index = min(batch - num_drained, self.num_opening)
-        pieces = _pieces(self, start, self.num_opening + 2)
-        return self._piece("window", start, index, [of_rank[index] for of_rank in pieces], batch - start - index)
+        return self._window(batch, num_drained, self.num_opening + 2)
 
     def drain(self, num_batches: int, num_drained: int) -> Piece:
         """What is left to do after ``num_batches`` batches, ``num_drained`` of which were drained before."""
         start = min(num_drained, self.num_opening)
         length = min(num_batches - num_drained, self.num_opening)
-        pieces = _pieces(self, start, length)
+        pieces = self._pieces(start, length)
         return self._piece("drain", start, length, [of_rank[-1] for of_rank in pieces], num_batches - start - length)
 
     def program(self, drains: Sequence[int]) -> Program:
@@ -157,7 +146,9 @@ class Windows:
         """
         pieces, num_drained = [], 0
         for num_batches in drains:
-            pieces += [self.window(batch, num_drained) for batch in range(num_drained, num_batches)]
+            # What a window is does not depend on any but the next one: no more than that need be made.
+            length = min(num_batches - num_drained + 1, self.num_opening + 2)
+            pieces += [self._window(batch, num_drained, length) for batch in range(num_drained, num_batches)]
             pieces.append(self.drain(num_batches, num_drained))
             num_drained = num_batches
         schedule = self.schedule
@@ -171,6 +162,37 @@ class Windows:
         )
         return Program(streams, schedule.placement, schedule.num_microbatches, num_drained, self.update_rule)
 
+    def _window(self, batch: int, num_drained: int, length: int) -> Piece:
+        start = min(num_drained, self.num_opening)
+        index = min(batch - num_drained, self.num_opening)
+        pieces = self._pieces(start, length)
+        return self._piece("window", start, index, [of_rank[index] for of_rank in pieces], batch - start - index)
+
+    def _pieces(self, start: int, num_windows: int) -> Sequence[Sequence[Stream]]:
+        """For each rank its windows from batch ``start`` on, then its drain, with sends and receives."""
+        if (start, num_windows) not in self._made:
+            self._made[start, num_windows] = self._make_pieces(start, num_windows)
+        return self._made[start, num_windows]
+
+    @cached_property
+    def _made(self) -> dict[tuple[int, int], Sequence[Sequence[Stream]]]:
+        return {}
+
+    def _make_pieces(self, start: int, num_windows: int) -> Sequence[Sequence[Stream]]:
+        schedule, end = self.schedule, start + num_windows
+        at_once = [
+            [schedule.window(rank, batch, start) for batch in range(start, end)] + [schedule.drain(rank, end, start)]
+            for rank in range(schedule.num_ranks)
+        ]
+        if self.data_parallel:
+            at_once = [[reduce_all(piece) for piece in of_rank] for of_rank in at_once]
+        computed = [put_off(of_rank, self.tied_stages, self.scalars) for of_rank in at_once]
+        streams = tuple(tuple(item for piece in of_rank for item in piece) for of_rank in computed)
+        whole = Program(streams, schedule.placement, schedule.num_microbatches, end, self.update_rule)
+        messages = messages_of(whole)
+        window_of = [window for of_rank in computed for window, piece in enumerate(of_rank) for _ in piece]
+        return [_cut(of_rank, first, messages, window_of) for of_rank, first in zip(computed, whole.table.first_row)]
+
     def _piece(self, kind: str, start: int, index: int, streams: Sequence[Stream], batches: int) -> Piece:
         microbatches = batches * self.schedule.num_microbatches
         versions = microbatches // self.schedule.microbatches_per_update
@@ -179,6 +201,8 @@ class Windows:
 
 def later(instruction: Instruction, microbatches: int, versions: int) -> Instruction:
     """The same instruction with higher numbers."""
+    if not microbatches and not versions:
+        return instruction
     numbers = {}
     microbatch, version = getattr(instruction, "microbatch", None), getattr(instruction, "version", None)
     if microbatch is not None:
@@ -188,126 +212,29 @@ def later(instruction: Instruction, microbatches: int, versions: int) -> Instruc
     return replace(instruction, **numbers)
 
 
-@lru_cache(maxsize=16)
-def _pieces(windows: Windows, start: int, num_windows: int) -> tuple[tuple[Stream, ...], ...]:
-    """For each rank its windows from batch ``start`` on, then its drain, with sends and receives."""
-    schedule, end = windows.schedule, start + num_windows
-    at_once = [
-        [schedule.window(rank, batch, start) for batch in range(start, end)] + [schedule.drain(rank, end, start)]
-        for rank in range(schedule.num_ranks)
-    ]
-    if windows.data_parallel:
-        at_once = [[_reduce_all(piece) for piece in of_rank] for of_rank in at_once]
-    computed = [_put_off(of_rank, windows) for of_rank in at_once]
-    streams = tuple(tuple(item for piece in of_rank for item in piece) for of_rank in computed)
-    whole = insert_communication(
-        Program(streams, schedule.placement, schedule.num_microbatches, end, windows.update_rule)
-    )
-    sent_in = {
-        receive: window
-        for stream, of_rank in zip(whole.streams, computed)
-        for instruction, window in zip(stream, _windows_of(stream, of_rank))
-        if (receive := _receive_of(instruction)) is not None
-    }
-    return tuple(_cut(stream, of_rank, sent_in) for stream, of_rank in zip(whole.streams, computed))
-
-
 def _is_full(window: Sequence[Work]) -> bool:
     """Whether a window has a backward for each forward."""
     num_forwards = sum(isinstance(instruction, Forward) for instruction in window)
     return num_forwards == sum(isinstance(instruction, Backward) for instruction in window)
 
 
-def _reduce_all(piece: Sequence[Work]) -> list[Work]:
-    """Sum the gradients of every stage that an update steps, before the first of its STEPs."""
-    steps = [instruction for instruction in piece if isinstance(instruction, Step)]
-    work: list[Work] = []
-    reduced: set[int] = set()
-    version = 0
-    for instruction in piece:
-        match instruction:
-            case ReduceGradient(stage):
-                reduced.add(stage)
-            case Step() if instruction.version > version:
-                version = instruction.version
-                stages = [step.stage for step in steps if step.version == version and step.stage not in reduced]
-                work += map(ReduceGradient, reversed(stages))
-                reduced = set()
-        work.append(instruction)
-    return work
-
-
-def _put_off(pieces: Sequence[Sequence[Work]], windows: Windows) -> list[list[Work]]:
-    """In the place of STEPs that need other ranks tell those what they must know, and step later: before the version is
-    read, or before there is something to tell of the next one."""
-    tied = [stage for stage in _stages_of(pieces) if stage in windows.tied_stages]
-    reduces = any(isinstance(instruction, ReduceGradient) for piece in pieces for instruction in piece)
-    if not tied and not windows.scalars and not reduces:
-        return [list(piece) for piece in pieces]
-    waiting: list[Step] = []
-    put_off: list[list[Work]] = []
-    for piece in pieces:
-        work: list[Work] = []
-        for instruction in piece:
-            match instruction:
-                case ReduceGradient():
-                    work += [*waiting, instruction]
-                    waiting = []
-                case Step(_, version) if waiting and waiting[-1].version == version:
-                    waiting.append(instruction)
-                case Step():
-                    work += [*waiting, *map(ReduceTied, tied)]
-                    work += [SyncScalars()] if windows.scalars else []
-                    waiting = [instruction]
-                case Forward(_, _, int(version)) if waiting and waiting[-1].version <= version:
-                    work += [*waiting, instruction]
-                    waiting = []
-                case _:
-                    work.append(instruction)
-        put_off.append(work)
-    put_off[-1] += waiting
-    return put_off
-
-
-def _stages_of(pieces: Sequence[Sequence[Work]]) -> list[int]:
-    """The stages that a rank updates."""
-    return sorted({instruction.stage for piece in pieces for instruction in piece if isinstance(instruction, Step)})
-
-
 def _cut(
-    stream: Sequence[Instruction], pieces: Sequence[Sequence[Instruction]], sent_in: Mapping[Instruction, int]
+    pieces: Sequence[Sequence[Instruction]], row: int, messages: Messages, window_of: Sequence[int]
 ) -> tuple[Stream, ...]:
-    """Deal a rank's stream to its windows, each receive to that in which its message is sent.
+    """A rank's windows, from its first row on, with each receive in the one in which its message is sent.
 
     There it stands where it stood, or at the start or the end, if that was in an earlier or a later window. So what is
     sent in a window is received in it, whether a drain follows or another window.
     """
     opening, body, closing = ([list[Instruction]() for _ in pieces] for _ in range(3))
-    for instruction, window in zip(stream, _windows_of(stream, pieces)):
-        needed = sent_in.get(instruction, window)
-        part = body if needed == window else opening if needed > window else closing
-        part[needed].append(instruction)
+    for window, piece in enumerate(pieces):
+        for instruction in piece:
+            for sent in messages.before.get(row, ()):
+                needed = window_of[sent]
+                part = body if needed == window else opening if needed > window else closing
+                part[needed].append(messages.receive(sent))
+            body[window].append(instruction)
+            if row in messages.sent:
+                body[window].append(messages.send(row))
+            row += 1
     return tuple((*first, *rest, *last) for first, rest, last in zip(opening, body, closing))
-
-
-def _windows_of(stream: Sequence[Instruction], pieces: Sequence[Sequence[Instruction]]) -> list[int]:
-    """The window of each instruction of a stream: that of the computation or update which it is or follows."""
-    work = [(window, instruction) for window, piece in enumerate(pieces) for instruction in piece]
-    windows: list[int] = []
-    current, num_met = 0, 0
-    for instruction in stream:
-        if num_met < len(work) and instruction == work[num_met][1]:
-            current, num_met = work[num_met][0], num_met + 1
-        windows.append(current)
-    return windows
-
-
-def _receive_of(instruction: Instruction) -> Instruction | None:
-    """The receive of a message that an instruction sends, if it does."""
-    match instruction:
-        case SendActivation(stage, microbatch):
-            return ReceiveActivation(stage + 1, microbatch)
-        case SendGradient(stage, microbatch):
-            return ReceiveGradient(stage - 1, microbatch)
-        case _:
-            return None

@@ -1,6 +1,7 @@
 """PipeDream: an update after every microbatch, each microbatch on the version that its forward found."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 from typing import ClassVar
 
@@ -65,14 +66,16 @@ class PipeDream(Replicated, AsynchronousSchedule):
     @property
     def update_rule(self) -> UpdateRule:
         """One version more than gradients lag updates behind."""
-        delays = [self.delay(rank) for rank in range(self.num_ranks)]
-        return UpdateRule(self.microbatches_per_update, tuple(delay + 1 for delay in delays), max_staleness=max(delays))
+        num_versions = tuple(delay + 1 for delay in self.delays)
+        return UpdateRule(self.microbatches_per_update, num_versions, max_staleness=max(self.delays))
 
-    def delay(self, rank: int) -> int:
-        """Updates by which a rank's gradients lag behind, once the pipeline is full."""
-        replication = self.replication
-        stage = replication.stage_of(rank)
-        return max(map(self._delay, range(self.num_stages))) if self.vertical_sync else self._delay(stage)
+    @cached_property
+    def delays(self) -> tuple[int, ...]:
+        """Updates by which each rank's gradients lag behind, once the pipeline is full."""
+        of_stages = [self._delay(stage) for stage in range(self.num_stages)]
+        if self.vertical_sync:
+            return (max(of_stages),) * self.num_ranks
+        return tuple(of_stages[self.replication.stage_of(rank)] for rank in range(self.num_ranks))
 
     def _delay(self, stage: int) -> int:
         replication = self.replication
@@ -84,6 +87,5 @@ class PipeDream(Replicated, AsynchronousSchedule):
 
     def version(self, rank: int, microbatch: int, oldest: int) -> int:
         """The newest on this rank, or on the one with the oldest, when the first microbatch of its round arrives."""
-        return max(
-            microbatch // self.microbatches_per_update - self.delay(rank), oldest // self.microbatches_per_update
-        )
+        per_update = self.microbatches_per_update
+        return max(microbatch // per_update - self.delays[rank], oldest // per_update)

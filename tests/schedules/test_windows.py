@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -101,6 +102,22 @@ def test_every_run_is_legal(name: str) -> None:
         windows = windows_of(name, *shape)
         for drains in ((1,), (2,), (9,), (1, 2, 3), (2, 7), (3, 9)):
             assert_legal(windows.program(drains))
+
+
+@pytest.mark.parametrize("needs", NEEDS, ids="+".join)
+@pytest.mark.parametrize("name", EVERY)
+def test_a_program_is_what_the_engine_runs_window_by_window(name: str, needs: Sequence[str]) -> None:
+    """Of a few batches, for which no more windows are made than they have, and the next."""
+    for shape in shapes(name, max_ranks=4):
+        windows = windows_of(name, *shape, needs)
+        for drains in ((1,), (2, 3), (3, 8)):
+            pieces: list[Piece] = []
+            for num_drained, num_batches in pairwise((0, *drains)):
+                pieces += [windows.window(batch, num_drained) for batch in range(num_drained, num_batches)]
+                pieces.append(windows.drain(num_batches, num_drained))
+            program = replace(windows).program(drains)
+            for rank, stream in enumerate(program.streams):
+                assert " ".join(map(str, stream)) == " ".join(filter(None, (tokens(piece, rank) for piece in pieces)))
 
 
 @pytest.mark.parametrize("needs", NEEDS[1:], ids="+".join)
