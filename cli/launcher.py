@@ -4,7 +4,7 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stagewright.engine.environment import StartedRank
+    from stagewright.engine.launch.environment import StartedRank
 
 # How the variables end in which a launcher numbers what it starts.
 _SIGNS = ("RANK", "WORLD_SIZE", "PMI_SIZE", "SLURM_PROCID")
@@ -47,6 +47,9 @@ def is_first_rank() -> bool:
 def _started() -> "StartedRank | None":
     if not any(name.endswith(_SIGNS) for name in os.environ):
         return None
-    from stagewright.engine.environment import started_rank, under_launcher  # late: torch takes seconds to import
+    from stagewright.engine.launch.environment import (  # late: torch takes seconds to import
+        started_rank,
+        under_launcher,
+    )
 
     return started_rank() if under_launcher() else None

@@ -19,7 +19,7 @@ from stagewright.cli.tensorboard import import_writer, make_folder
 from stagewright.cli.trace_file import check_trace
 from stagewright.cli.trainer import gpt_config, train
 from stagewright.engine import RankContext, from_environment, launch_local
-from stagewright.engine.environment import meeting_point, started_rank
+from stagewright.engine.launch.environment import meeting_point, started_rank
 from stagewright.engine.plan import plan_of, windows_of
 from stagewright.schedules import ScheduleError
 

@@ -9,10 +9,10 @@ from stagewright.engine.checkpoint import (
     read_state_dict,
     write_state_dict,
 )
-from stagewright.engine.context import RankContext, from_environment
-from stagewright.engine.environment import under_launcher, under_torchrun
 from stagewright.engine.errors import NotFiniteError, PeerError, RankError
-from stagewright.engine.launch import launch_local
+from stagewright.engine.launch.context import RankContext, from_environment
+from stagewright.engine.launch.environment import under_launcher, under_torchrun
+from stagewright.engine.launch.local import launch_local
 from stagewright.engine.mesh import make_mesh
 from stagewright.engine.pipeline import Pipeline
 from stagewright.engine.preemption import Preemption

@@ -13,9 +13,9 @@ from typing import assert_never
 import torch
 
 from stagewright.engine.assembly import Assembly
+from stagewright.engine.control.progress import INDEX
 from stagewright.engine.errors import NotFiniteError, PeerError
 from stagewright.engine.mail import Mail
-from stagewright.engine.progress import INDEX
 from stagewright.engine.recorder import Moment, recorder_of
 from stagewright.engine.run import Run
 from stagewright.engine.stage import Gradients, Stage, gradients_as_value, gradients_of_value

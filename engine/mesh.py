@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from stagewright.engine.context import RankContext, default_transport
+from stagewright.engine.launch.context import RankContext, default_transport
 from stagewright.engine.transport.collective import CollectiveGroup
 from stagewright.engine.transport.contract import Transport
 from stagewright.engine.transport.gloo import GlooTransport

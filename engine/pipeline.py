@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stagewright.engine.assembly import BuildStage, Options, assemble
 from stagewright.engine.batch import join
+from stagewright.engine.control.timeout import watch
 from stagewright.engine.evaluation import Evaluation
 from stagewright.engine.feed import Feed
 from stagewright.engine.loss import BatchLoss, LossFunction
@@ -21,7 +22,6 @@ from stagewright.engine.roll_call import RollCall
 from stagewright.engine.run import Run
 from stagewright.engine.staleness import Remedy
 from stagewright.engine.state import load_state, state_of
-from stagewright.engine.timeout import watch
 from stagewright.engine.training import training_of
 from stagewright.engine.transport.contract import Session, Transport
 from stagewright.engine.value import Value

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from stagewright.engine.assembly import Assembly
 from stagewright.engine.calibration import calibrate
-from stagewright.engine.context import RankContext, context_of
+from stagewright.engine.launch.context import RankContext, context_of
 from stagewright.engine.optimizers import named_weights
 from stagewright.engine.trace import NUM_KEPT, History
 from stagewright.schedules import Costs, Timeline

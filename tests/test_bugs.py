@@ -26,10 +26,10 @@ from stagewright.engine.batch import join, split_keywords
 from stagewright.engine.checkpoint.files import Written
 from stagewright.engine.checkpoint.index import Index, read_index
 from stagewright.engine.checkpoint.source import Source
-from stagewright.engine.environment import started_rank
-from stagewright.engine.nodelist import first_node
+from stagewright.engine.launch.environment import started_rank
+from stagewright.engine.launch.nodelist import first_node
+from stagewright.engine.launch.rounds import enter_round
 from stagewright.engine.optimizers import Plans
-from stagewright.engine.rounds import enter_round
 from stagewright.engine.transport.contract import Channel, Session
 from stagewright.engine.transport.device import DeviceTransport, _as_bytes
 from stagewright.engine.transport.frame import FrameCodec

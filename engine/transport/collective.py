@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from stagewright.engine.control.progress import REPLICAS, Progress
 from stagewright.engine.errors import PeerError
-from stagewright.engine.progress import REPLICAS, Progress
 from stagewright.engine.transport.group import Sum
 from stagewright.engine.transport.lookout import LOOK_SECONDS, Lookout
 

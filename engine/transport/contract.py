@@ -7,7 +7,7 @@ from typing import Final, Literal, Protocol, TypeAlias, get_args
 
 import torch
 
-from stagewright.engine.progress import Progress
+from stagewright.engine.control.progress import Progress
 from stagewright.engine.value import Layout, Packed
 
 Kind: TypeAlias = Literal["activation", "gradient", "replica", "tied", "gather", "scalars"]

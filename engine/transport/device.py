@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from stagewright.engine.progress import Progress
+from stagewright.engine.control.progress import Progress
 from stagewright.engine.transport.communicator import Communicator, Connect, Host, Ticket
 from stagewright.engine.transport.contract import Channel, Line, Receipt, Session, Transport
 from stagewright.engine.transport.lookout import LOOK_SECONDS, Lookout

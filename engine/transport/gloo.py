@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stagewright.engine.control import Control
+from stagewright.engine.control.channel import Control
+from stagewright.engine.control.progress import Progress
 from stagewright.engine.errors import PeerError, returned
-from stagewright.engine.progress import Progress
 from stagewright.engine.transport.contract import OCCUPIED, Channel, Line, Receipt, Session, Transport
 from stagewright.engine.transport.frame import FrameCodec
 from stagewright.engine.transport.gloo_line import GlooLine

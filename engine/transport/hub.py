@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from time import monotonic
 from typing import Final, TypeAlias
 
-from stagewright.engine.ends import Batches, find_conflict
+from stagewright.engine.control.ends import Batches, find_conflict
+from stagewright.engine.control.progress import Progress
+from stagewright.engine.control.silence import Answer, judge
 from stagewright.engine.errors import PeerError
-from stagewright.engine.progress import Progress
-from stagewright.engine.silence import Answer, judge
 from stagewright.engine.value import Packed
 
 # Seconds without any message after which a rank that waits finds out who keeps it waiting.

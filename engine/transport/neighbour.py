@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from stagewright.engine.control import Control
+from stagewright.engine.control.channel import Control
+from stagewright.engine.control.progress import AWAITED, NOBODY, Progress
 from stagewright.engine.errors import PeerError
-from stagewright.engine.progress import AWAITED, NOBODY, Progress
 from stagewright.engine.transport.arena import FREE, SENT, Arena, make_file
 from stagewright.engine.transport.frame import HEADER_SIZE
 

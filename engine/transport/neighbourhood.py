@@ -8,8 +8,8 @@ from typing import Final
 
 import torch.distributed as dist
 
+from stagewright.engine.control.notes import exchange_notes, this_host
 from stagewright.engine.errors import PeerError
-from stagewright.engine.notes import exchange_notes, this_host
 from stagewright.engine.transport.neighbour import Neighbour
 
 _HELLO: Final = struct.Struct("<I32s")

@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from stagewright.engine.control.progress import Progress
 from stagewright.engine.errors import returned
-from stagewright.engine.progress import Progress
 from stagewright.engine.transport.contract import OCCUPIED, Channel, Line, Receipt, Session, Transport
 from stagewright.engine.transport.group import Sum
 from stagewright.engine.transport.hub import Baton, Hub, Key

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from stagewright.engine.launch_threads import run_threads
+from stagewright.engine.launch.threads import run_threads
 from stagewright.engine.transport.hub import Hub
 from stagewright.engine.transport.threads import ThreadTransport
 

@@ -11,7 +11,7 @@ from plain import make_batch, make_stage, momentum, squared_error
 from tied import TIED, Build, make_text, sum_and_count
 
 from stagewright.engine import Pipeline, RankContext, make_mesh
-from stagewright.engine.context import context_of
+from stagewright.engine.launch.context import context_of
 
 # One of each kind: a chain, a V, two directions, chunks in turn, halves, stages with replicas, and two without a flush.
 CASES: Final[Mapping[str, Case]] = MappingProxyType(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from stagewright.engine import Checkpoints, PeerError, Pipeline, RankContext, from_environment, make_mesh
 from stagewright.engine.checkpoint.files import Files
-from stagewright.engine.context import tell_end
+from stagewright.engine.launch.context import tell_end
 from stagewright.engine.transport.contract import Transport
 from stagewright.engine.transport.gloo import GlooTransport
 from stagewright.schedules import create

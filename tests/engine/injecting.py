@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from stagewright.engine.launch_threads import run_threads
+from stagewright.engine.launch.threads import run_threads
 from stagewright.engine.transport.contract import Channel, Line, Receipt, Session, Transport
 from stagewright.engine.transport.group import Divisible, Group, Sum
 from stagewright.engine.transport.hub import Hub

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from nccl_double import transports_on_double
 
 from stagewright.engine import RankContext, launch_local
-from stagewright.engine.context import context_of
-from stagewright.engine.launch_threads import run_threads
+from stagewright.engine.launch.context import context_of
+from stagewright.engine.launch.threads import run_threads
 from stagewright.engine.transport.gloo import GlooTransport
 from stagewright.engine.transport.hub import Hub
 

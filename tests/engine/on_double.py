@@ -116,7 +116,7 @@ def threads_are_doubled(monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
     """For every test."""
     transports = DoubledTransports()
     request.node.stash[TRANSPORTS] = transports
-    monkeypatch.setattr("stagewright.engine.launch.ThreadTransport", transports)
+    monkeypatch.setattr("stagewright.engine.launch.local.ThreadTransport", transports)
     if request.node.originalname in CHANGING_SHAPES.get(request.path.stem, ()):
         monkeypatch.setitem(Pipeline.__init__.__kwdefaults__, "dynamic_shapes", True)
 

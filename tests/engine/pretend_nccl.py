@@ -9,7 +9,7 @@ import torch.distributed as dist
 from plain import Result, train_pipelined
 
 from stagewright.engine import RankContext
-from stagewright.engine.context import context_of
+from stagewright.engine.launch.context import context_of
 from stagewright.engine.transport.nccl import nccl_transport
 
 

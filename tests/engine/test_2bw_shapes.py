@@ -8,7 +8,7 @@ from delayed import Case, Trained, assert_same, label, train_delayed, train_rank
 from nccl_double import transports_on_double
 
 from stagewright.engine import RankContext
-from stagewright.engine.launch_threads import run_threads
+from stagewright.engine.launch.threads import run_threads
 from stagewright.engine.transport.hub import Hub
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from launching import launch_on
 
 from stagewright.engine import Checkpoints, PeerError, Pipeline, RankContext, read_state_dict
-from stagewright.engine.context import context_of, default_transport
+from stagewright.engine.launch.context import context_of, default_transport
 
 SHAPE = Shape("2bw", 1, 1, model={"num_layers": 1, "hidden_size": 2}, pipeline={"loss_scale": "dynamic"})
 

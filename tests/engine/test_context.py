@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from stagewright.engine import from_environment, launch_local, under_torchrun
-from stagewright.engine.context import default_transport, num_cores
+from stagewright.engine.launch.context import default_transport, num_cores
 
 HERE = Path(__file__).parent
 TRAIN = """

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from stagewright.engine.control import Control
-from stagewright.engine.links import _HEADER
-from stagewright.engine.progress import Place
+from stagewright.engine.control.channel import Control
+from stagewright.engine.control.links import _HEADER
+from stagewright.engine.control.progress import Place
 from stagewright.schedules import create
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory without a name")

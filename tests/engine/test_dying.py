@@ -156,9 +156,9 @@ def test_without_a_launcher_that_watches_every_rank_ends_by_itself(how: How, whe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["raise", "exit", "kill"])
+@pytest.mark.parametrize("how", ["raise", "exit", "kill", "stop"])
 def test_torchrun_ends_with_an_error(how: How, tmp_path: Path) -> None:
-    """It ends all other ranks itself, as soon as one has ended."""
+    """It ends all other ranks itself, as soon as one has ended; one that is stopped half a minute after that."""
     death = Death(how, PLACES["steady"])
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-port", free_port()]
     (process,) = started(death, 3, tmp_path, *launcher)

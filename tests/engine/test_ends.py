@@ -2,7 +2,7 @@
 
 import pytest
 
-from stagewright.engine.ends import Batches, find_conflict
+from stagewright.engine.control.ends import Batches, find_conflict
 
 NAMES = {rank: f"rank {rank}" for rank in range(3)}
 

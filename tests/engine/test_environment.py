@@ -12,9 +12,9 @@ import torch
 from launched import Environment, free_port, mpich, open_mpi, srun, torchrun
 from test_context import environment
 
-from stagewright.engine.environment import meeting_point, started_rank, under_launcher
-from stagewright.engine.launchers import MPICH, OPEN_MPI, SLURM, TORCHRUN
-from stagewright.engine.meeting import backend_for, device_of
+from stagewright.engine.launch.environment import meeting_point, started_rank, under_launcher
+from stagewright.engine.launch.launchers import MPICH, OPEN_MPI, SLURM, TORCHRUN
+from stagewright.engine.launch.meeting import backend_for, device_of
 
 
 def without(variables: Environment, *names: str) -> Environment:

@@ -11,7 +11,7 @@ from scenario import Scenario, assert_alike
 from torch import Tensor, nn
 
 from stagewright.engine import Pipeline, launch_local
-from stagewright.engine.context import RankContext
+from stagewright.engine.launch.context import RankContext
 
 
 class Tanh(nn.Module):

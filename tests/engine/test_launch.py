@@ -29,7 +29,7 @@ from failing import (
 )
 
 from stagewright.engine import PeerError, RankError, launch_local
-from stagewright.engine.context import num_cores
+from stagewright.engine.launch.context import num_cores
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at /proc for what is left")
 

@@ -18,7 +18,8 @@ from shapes import label, schedules_of, synchronous_names
 from torch import Tensor, nn
 
 from stagewright.engine import RankContext, launch_local
-from stagewright.engine.megatron import ForwardBackward, get_forward_backward_func
+from stagewright.engine.megatron import get_forward_backward_func
+from stagewright.engine.megatron.forward_backward import ForwardBackward
 from stagewright.schedules import Schedule, create, names
 
 STEPS = 2

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagewright.engine.nodelist import first_node
+from stagewright.engine.launch.nodelist import first_node
 
 
 @pytest.mark.parametrize(

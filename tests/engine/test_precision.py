@@ -23,7 +23,7 @@ from tied import TIED, Build, make_text, sum_and_count
 from torch import Tensor, nn
 
 from stagewright.engine import Pipeline, RankContext
-from stagewright.engine.launch_threads import run_threads
+from stagewright.engine.launch.threads import run_threads
 from stagewright.engine.transport.hub import Hub
 from stagewright.engine.transport.threads import ThreadTransport
 from stagewright.schedules import Schedule

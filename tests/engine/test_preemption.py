@@ -7,7 +7,7 @@ from launching import launch_on
 from preempted import steps_until_told
 from torch.distributed import HashStore
 
-from stagewright.engine.context import context_of, default_transport
+from stagewright.engine.launch.context import context_of, default_transport
 from stagewright.engine.preemption import Decisions
 
 

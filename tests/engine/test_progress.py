@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import pytest
 
-from stagewright.engine.progress import REPLICAS, Place, Progress, open_page, read_place
+from stagewright.engine.control.progress import REPLICAS, Place, Progress, open_page, read_place
 from stagewright.schedules import create
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory without a name")
@@ -79,7 +79,7 @@ def test_a_place_in_words(place: Place, words: str, last: str) -> None:
 def test_a_page_outlives_its_process_for_whoever_has_it_open(tmp_path: Path) -> None:
     script = """
         import sys, time
-        from stagewright.engine.progress import Progress
+        from stagewright.engine.control.progress import Progress
         from stagewright.schedules import create
 
         progress = Progress(1, shared=True)

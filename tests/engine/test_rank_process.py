@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from stagewright.engine import PeerError, RankError
-from stagewright.engine.launch_processes import _as_error
-from stagewright.engine.rank_process import failure_of, is_consequence
+from stagewright.engine.launch.processes import _as_error
+from stagewright.engine.launch.rank_process import failure_of, is_consequence
 
 
 def brought_back(error: BaseException) -> BaseException:

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torch.distributed import HashStore
 
-from stagewright.engine.rounds import enter_round
+from stagewright.engine.launch.rounds import enter_round
 
 
 def enter(store: HashStore, rank: int, num_ranks: int) -> tuple[str, bool]:

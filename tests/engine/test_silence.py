@@ -2,8 +2,8 @@
 
 import pytest
 
-from stagewright.engine.progress import REPLICAS, Place
-from stagewright.engine.silence import Answer, judge
+from stagewright.engine.control.progress import REPLICAS, Place
+from stagewright.engine.control.silence import Answer, judge
 
 TIMEOUT = 30.0
 NAMES = {rank: f"rank {rank}" for rank in range(4)}

@@ -14,7 +14,7 @@ from checkpointing import Loader, Shape, make_pipeline, make_tokens
 from stagewright.engine import Checkpoints, read_part, read_state_dict
 from stagewright.engine.checkpoint.index import newest, read_index
 from stagewright.engine.checkpoint.shards import shard_of_bytes
-from stagewright.engine.context import context_of, default_transport
+from stagewright.engine.launch.context import context_of, default_transport
 
 SHAPE = Shape("2bw", 1, 1, model={"num_layers": 1, "hidden_size": 2}, pipeline={"loss_scale": "dynamic"})
 

@@ -24,8 +24,8 @@ from stagewright.cli.arguments import build_parser
 from stagewright.cli.costs import costs_of
 from stagewright.cli.profile_costs import costs_of_profile
 from stagewright.cli.train_arguments import train_settings
-from stagewright.engine.environment import meeting_point, started_rank
 from stagewright.engine.errors import PeerError
+from stagewright.engine.launch.environment import meeting_point, started_rank
 from stagewright.engine.roll_call import read_answer
 from stagewright.engine.trace import Record
 from stagewright.engine.transport import frame as wire

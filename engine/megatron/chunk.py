@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from stagewright.engine.megatron_data import Picker, Reader
+from stagewright.engine.megatron.data import Picker, Reader
 from stagewright.engine.value import Value
 
 # (data iterator, chunk) -> (output, loss_func)

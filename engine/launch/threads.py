@@ -4,8 +4,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from stagewright.engine.context import RankContext, context_of, tell_end
 from stagewright.engine.errors import PeerError, RankError
+from stagewright.engine.launch.context import RankContext, context_of, tell_end
 from stagewright.engine.transport.contract import Transport
 from stagewright.engine.transport.hub import Hub
 

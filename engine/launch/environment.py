@@ -7,8 +7,17 @@ from types import MappingProxyType
 from typing import Final
 from zlib import crc32
 
-from stagewright.engine.launchers import MPICH, OPEN_MPI, SLURM, TORCHRUN, Launcher, below, launcher_of, number_of
-from stagewright.engine.nodelist import first_node
+from stagewright.engine.launch.launchers import (
+    MPICH,
+    OPEN_MPI,
+    SLURM,
+    TORCHRUN,
+    Launcher,
+    below,
+    launcher_of,
+    number_of,
+)
+from stagewright.engine.launch.nodelist import first_node
 
 DEFAULT_PORT: Final = 29500  # torchrun's own
 LOOPBACK: Final = "127.0.0.1"

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from tblib import Traceback
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from stagewright.engine.context import context_of, num_cores, tell_end
 from stagewright.engine.errors import PeerError, RankError
-from stagewright.engine.meeting import use_loopback
+from stagewright.engine.launch.context import context_of, num_cores, tell_end
+from stagewright.engine.launch.meeting import use_loopback
 from stagewright.engine.transport.gloo import GlooTransport
 
 # In what text gloo's own errors are told from others: they begin with a place in its source.

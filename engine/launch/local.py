@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from stagewright.engine.launch_processes import run_processes
-from stagewright.engine.launch_threads import run_threads
+from stagewright.engine.launch.processes import run_processes
+from stagewright.engine.launch.threads import run_threads
 from stagewright.engine.transport.hub import Hub
 from stagewright.engine.transport.threads import ThreadTransport
 

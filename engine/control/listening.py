@@ -3,35 +3,22 @@
 What it hears, and what follows, stands in ``control``.
 """
 
-import json
 import selectors
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from enum import IntEnum
 from time import monotonic
 from typing import Final, Protocol
 
-from stagewright.engine.ends import Batches, find_conflict
+from stagewright.engine.control.ends import Batches, find_conflict
+from stagewright.engine.control.links import Link
+from stagewright.engine.control.messages import Kind, from_text, to_text
+from stagewright.engine.control.progress import Place, Progress
+from stagewright.engine.control.silence import Answer, judge
 from stagewright.engine.errors import returned
-from stagewright.engine.links import Link
-from stagewright.engine.progress import Place, Progress
-from stagewright.engine.silence import Answer, judge
 
 DEFAULT_TIMEOUT: Final = 1800.0
-
-
-class Kind(IntEnum):
-    """What a message is."""
-
-    NEWS = 1
-    LEAVE = 2
-    DRAIN = 3
-    ASK = 4
-    ANSWER = 5
-    SEEN = 6
-
 
 # How long a rank may take to say what it does; how long one that has left may still be waited for, because of what is
 # on its way.
@@ -207,14 +194,14 @@ class Watch:
                 case Kind.ASK:
                     self._note_progress()
                     awaited = self.awaited
-                    link.send(Kind.ANSWER, _to_text(self.progress.place, awaited, monotonic() - self._changed_at, text))
+                    link.send(Kind.ANSWER, to_text(self.progress.place, awaited, monotonic() - self._changed_at, text))
                 case Kind.ANSWER:
-                    answer, number = _from_text(text)
+                    answer, number = from_text(text)
                     link.told = answer.place
                     if self._inquiry is not None and self._inquiry.number == number:
                         self._inquiry.answers[link.rank] = answer
                 case Kind.SEEN:
-                    link.told = _from_text(text)[0].place
+                    link.told = from_text(text)[0].place
         except (ValueError, TypeError, KeyError):
             self.fail(f"{self.names[link.rank]} sends what is none of the control channel's messages")
 
@@ -279,7 +266,7 @@ class Watch:
             self._seen = place
             for link in self._links.values():
                 if link.page is None:
-                    link.send(Kind.SEEN, _to_text(place))
+                    link.send(Kind.SEEN, to_text(place))
 
     def _compare(self) -> None:
         if (conflict := find_conflict(self._batches, self.names)) is not None:
@@ -298,14 +285,3 @@ class _Inquiry:
         self.began_at = now
         self.number = str(now)
         self.answers: dict[int, Answer] = {}
-
-
-def _to_text(place: Place, awaited: int | None = None, idle_seconds: float = 0.0, number: str = "") -> str:
-    return json.dumps([place.step, place.instruction, awaited, idle_seconds, number])
-
-
-def _from_text(text: str) -> tuple[Answer, str]:
-    match json.loads(text):
-        case [int() as step, str() as instruction, int() | None as awaited, float() as idle_seconds, str() as number]:
-            return Answer(Place(step, instruction), awaited, idle_seconds), number
-    raise ValueError("this is no answer")

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from stagewright.engine.batch import PerMicrobatch
-from stagewright.engine.context import default_transport
-from stagewright.engine.megatron_chunk import Call, Chunk, ForwardStep, Turn, attribute_of
-from stagewright.engine.megatron_data import DataIterator, readers_of
+from stagewright.engine.launch.context import default_transport
+from stagewright.engine.megatron.chunk import Call, Chunk, ForwardStep, Turn, attribute_of
+from stagewright.engine.megatron.data import DataIterator, readers_of
 from stagewright.engine.pipeline import Pipeline
 from stagewright.engine.transport.contract import Transport
 from stagewright.engine.value import Value

@@ -18,7 +18,7 @@ from tblib import Traceback
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from stagewright.engine.errors import RankError
-from stagewright.engine.rank_process import Failure, Report, Success, Task, rank_main
+from stagewright.engine.launch.rank_process import Failure, Report, Success, Task, rank_main
 
 # How long a rank may take to say what went wrong after another has died, and to end once all are done or one failed.
 _GRACE_SECONDS: Final = 3.0

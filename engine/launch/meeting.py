@@ -10,8 +10,8 @@ from urllib.parse import quote
 import torch
 from torch.distributed import HashStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
-from stagewright.engine.environment import LOOPBACK, StartedRank, meeting_point
-from stagewright.engine.rounds import enter_round
+from stagewright.engine.launch.environment import LOOPBACK, StartedRank, meeting_point
+from stagewright.engine.launch.rounds import enter_round
 
 _LOOPBACK_INTERFACES: Final = ("lo", "lo0")
 _CPU: Final = "cpu"

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from stagewright.engine.notes import exchange_notes, this_host
-from stagewright.engine.progress import Place, Progress, open_page, read_place
+from stagewright.engine.control.notes import exchange_notes, this_host
+from stagewright.engine.control.progress import Place, Progress, open_page, read_place
 
 _LOOPBACK: Final = "127.0.0.1"
 _HELLO: Final = struct.Struct("<I32s")

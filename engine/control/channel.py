@@ -25,9 +25,9 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from stagewright.engine.links import connect_links
-from stagewright.engine.listening import Sleeper, Watch
-from stagewright.engine.progress import Progress
+from stagewright.engine.control.links import connect_links
+from stagewright.engine.control.listening import Sleeper, Watch
+from stagewright.engine.control.progress import Progress
 
 # How long data may be quiet before what is known of a rank is looked for elsewhere.
 _REASON_SECONDS: Final = 3.0

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from stagewright.engine.progress import REPLICAS, Place
+from stagewright.engine.control.progress import REPLICAS, Place
 
 # So many seconds longer for another replica: if that one is at fault, it says so meanwhile.
 _PATIENCE_WITH_REPLICAS: Final = 5.0

@@ -10,9 +10,9 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from stagewright.engine.environment import started_rank
 from stagewright.engine.errors import NotFiniteError, PeerError
-from stagewright.engine.meeting import meet
+from stagewright.engine.launch.environment import started_rank
+from stagewright.engine.launch.meeting import meet
 from stagewright.engine.transport.contract import Transport
 from stagewright.engine.transport.gloo import GlooTransport
 from stagewright.engine.transport.hub import Hub
