@@ -24,7 +24,7 @@ from stagewright.bench.paired import Turn, take_turns, together
 from stagewright.bench.peers import TORCH_SCHEDULES, OneForwardOneBackwardLoop, TorchPeer, make_group, squared_error
 from stagewright.bench.prediction import interval, steps_of
 from stagewright.bench.report import Section, marked
-from stagewright.bench.stages import Begin, Clock, End, HalvedSleepStage
+from stagewright.bench.stages import Begin, Clock, End, HalvedSleepStage, stay_on_one_processor
 from stagewright.cli.compare import create_for, share_of
 from stagewright.engine import Pipeline, RankContext, launch_local
 from stagewright.schedules import Costs, Schedule, ScheduleError, find, names, simulate
@@ -149,6 +149,7 @@ def _rank(context: RankContext, schedules: Sequence[Schedule], num_steps: int) -
     """One rank: of each schedule when its steps began and ended, by way."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    stay_on_one_processor(context.rank)
     group = make_group()
     return [_turns_of(context, schedule, num_steps, group) for schedule in schedules]
 

@@ -1,5 +1,6 @@
 """Stages that take a known time: asleep, without any processor, or at work."""
 
+import os
 import time
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -12,7 +13,16 @@ from stagewright.engine.deferral import Deferring, _DeferredOperation
 from stagewright.engine.operations import Linear
 
 # Between waking up and the end of what a stage takes.
-AWAKE_SECONDS: Final = 0.0003
+AWAKE_SECONDS: Final = 0.0006
+
+
+def stay_on_one_processor(rank: int) -> None:
+    """Keep a rank where its caches are, as those who launch ranks on large machines do; the ranks share what there is.
+
+    A rank that sleeps may otherwise wake up anywhere, and whatever it does next takes some times as long there.
+    """
+    processors = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {processors[rank % len(processors)]})
 
 
 class SleepStage(nn.Module):
@@ -80,6 +90,8 @@ def _modes() -> list[Any]:
 class Clock:
     """When the forward or the backward of one microbatch began."""
 
+    _MATRIX: Final = torch.eye(8)
+
     def __init__(self) -> None:
         self.restart()
 
@@ -88,14 +100,17 @@ class Clock:
         self._start = time.perf_counter()
 
     def rest(self, seconds: float) -> None:
-        """Sleep until so much time has gone by since the beginning, and be awake for the very last of it.
+        """Sleep until so much time has gone by since the beginning, and compute for the very last of it.
 
         A system wakes nobody on time; and a processor that has slept is slow at first, as none is that has computed.
+        With fewer processors than ranks another one may wait for this one: it goes first.
         """
         end = self._start + seconds
         time.sleep(max(end - AWAKE_SECONDS - time.perf_counter(), 0.0))
-        while time.perf_counter() < end:
-            pass
+        with torch._C.DisableTorchFunction():
+            while time.perf_counter() < end:
+                torch.mm(self._MATRIX, self._MATRIX)
+                os.sched_yield()
 
 
 @dataclass(frozen=True, slots=True)

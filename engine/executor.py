@@ -18,9 +18,9 @@ from stagewright.engine.errors import NotFiniteError, PeerError
 from stagewright.engine.mail import Mail
 from stagewright.engine.recorder import Moment, recorder_of
 from stagewright.engine.run import Run
-from stagewright.engine.stage import Gradients, Stage, gradients_as_value, gradients_of_value
+from stagewright.engine.stage import Gradients, Stage
 from stagewright.engine.transport.contract import Session
-from stagewright.engine.value import pack_input
+from stagewright.engine.value import pack_input, unpack_gradients
 from stagewright.schedules import Instruction, Program
 from stagewright.schedules import instructions as ins
 from stagewright.schedules.windows import later
@@ -248,11 +248,11 @@ class Executor:
             return None
         letter = self._mail.take((False, stage.index, microbatch))
         self._started = self._mark()
-        return gradients_of_value(letter)
+        return unpack_gradients(letter)
 
     def _pass_back(self, stage: Stage, microbatch: int, dx: Gradients) -> None:
         if stage.index:
-            self._mail.put((False, stage.index - 1, microbatch), gradients_as_value(dx))
+            self._mail.put((False, stage.index - 1, microbatch), stage.hand_back(dx))
 
 
 def _nothing() -> None:

@@ -16,7 +16,7 @@ from stagewright.engine.batchnorm import Untouched, remembering
 from stagewright.engine.boundary import Boundary
 from stagewright.engine.deferral import Deferred, Deferring
 from stagewright.engine.randomness import Seeds
-from stagewright.engine.value import Packed, Skeleton, Value, check_crossing, pack, unpack
+from stagewright.engine.value import Layout, Packed, Skeleton, Value, check_crossing, pack, pack_gradients, unpack
 from stagewright.engine.watch import Watch
 from stagewright.engine.weights import SingleWeights, StageWeights
 
@@ -78,6 +78,9 @@ class Stage:
         self.autocast = autocast
         self.norms = remembering(module)
         self.seed_microbatch: Callable[[int], None] | None = getattr(module, "seed_microbatch", None)
+        self._name = f"stage {index}"
+        self._handed_on: Layout | None = None
+        self._handed_back: Layout | None = None
         self._splits_backward = splits_backward
         self._num_kept = num_kept
         self._pending: dict[int, Deferred] = {}
@@ -144,10 +147,17 @@ class Stage:
 
     def hand_on(self, microbatch: int, output: Value) -> Packed:
         """Stash where the backward will start, and give what goes to the next stage."""
-        packed = pack(output, f"stage {self.index}")
-        check_crossing(packed, f"stage {self.index}")
+        packed = pack(output, self._name, known=self._handed_on)
+        self._handed_on = packed.layout
+        check_crossing(packed, self._name)
         if torch.is_grad_enabled():
             self.stash[microbatch].roots = [_edge(tensor) for tensor in packed.tensors if tensor.requires_grad]
+        return packed
+
+    def hand_back(self, gradients: Gradients) -> Packed:
+        """Give what goes to the stage before."""
+        packed = pack_gradients(gradients, self._handed_back)
+        self._handed_back = packed.layout
         return packed
 
     def end_with(self, microbatch: int, loss: Tensor, gradient: float) -> None:
@@ -271,14 +281,3 @@ def _filled_like(loss: Tensor, gradient: float) -> Tensor:
 
 def _deferring(deferred: Deferred | None) -> AbstractContextManager[object]:
     return nullcontext() if deferred is None else Deferring(deferred)
-
-
-def gradients_as_value(gradients: Gradients) -> Packed:
-    """Gradients as a message: a list with a tensor or nothing an entry."""
-    return pack(list(gradients), "a backward")
-
-
-def gradients_of_value(packed: Packed) -> Gradients:
-    """The reverse of ``gradients_as_value``."""
-    gradients: Gradients = unpack(packed.layout.skeleton, packed.tensors)
-    return gradients

@@ -27,6 +27,7 @@ _DTYPES: Final = {
 _NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 _CROSSING: Final = (Tensor, nn.Parameter)
 _MAX_NESTING: Final = 64
+_ALONE: Final = ("list", "t")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +58,20 @@ class Packed:
     tensors: Sequence[Tensor]
 
 
-def pack(value: Value, owner: str, name: str = "output") -> Packed:
+def pack(value: Value, owner: str, name: str = "output", known: Layout | None = None) -> Packed:
     """Take a value apart.
 
     Args:
         value: what a stage returned.
         owner: whose value it is, for the error.
         name: what it is.
+        known: the layout of one like it, which need not be made again where it is the same.
 
     Raises:
         TypeError: a member is no tensor, tuple, list, dict or None; its path and type are named.
     """
     if isinstance(value, Tensor) and not value.is_nested:
-        shape = tuple(value.shape)
-        return Packed(Layout("t", (value.dtype,), (shape,), (value.requires_grad,)), (value,))
+        return Packed(_layout_of("t", value, known), (value,))
     tensors: list[Tensor] = []
     skeleton = _take_apart(value, tensors, {}, owner, name)
     layout = Layout(
@@ -80,6 +81,39 @@ def pack(value: Value, owner: str, name: str = "output") -> Packed:
         tuple(tensor.requires_grad for tensor in tensors),
     )
     return Packed(layout, tensors)
+
+
+def pack_gradients(gradients: Sequence[Tensor | None], known: Layout | None = None) -> Packed:
+    """Gradients as a message: a list with a tensor or nothing an entry.
+
+    Args:
+        gradients: one for each tensor that wants one.
+        known: as for ``pack``.
+    """
+    if len(gradients) == 1 and gradients[0] is not None:
+        return Packed(_layout_of(_ALONE, gradients[0], known), (gradients[0],))
+    return pack(list(gradients), "a backward")
+
+
+def unpack_gradients(packed: Packed) -> Sequence[Tensor | None]:
+    """The reverse of ``pack_gradients``."""
+    if packed.layout.skeleton == _ALONE:
+        return packed.tensors
+    gradients: Sequence[Tensor | None] = unpack(packed.layout.skeleton, packed.tensors)
+    return gradients
+
+
+def _layout_of(skeleton: Skeleton, tensor: Tensor, known: Layout | None) -> Layout:
+    """The layout of a value with a single tensor."""
+    if (
+        known is not None
+        and known.skeleton == skeleton
+        and known.dtypes[0] is tensor.dtype
+        and known.shapes[0] == tensor.shape
+        and known.differentiable[0] is tensor.requires_grad
+    ):
+        return known
+    return Layout(skeleton, (tensor.dtype,), (tuple(tensor.shape),), (tensor.requires_grad,))
 
 
 def pack_input(value: Value) -> Packed:

@@ -5,7 +5,7 @@ from typing import Final
 
 from stagewright.engine.errors import PeerError
 from stagewright.engine.transport.contract import KINDS, Channel
-from stagewright.engine.transport.frame import FrameCodec
+from stagewright.engine.transport.frame import FrameCodec, Plan
 from stagewright.engine.transport.neighbour import Neighbour, Outbox
 from stagewright.engine.value import Packed
 
@@ -29,6 +29,7 @@ class SharedLine:
         self._neighbour, self._codec, self._abort = neighbour, codec, abort
         self._number = KINDS.index(channel.kind)
         self._outbox = Outbox(neighbour, self._number)
+        self._plan: Plan | None = None  # of the last frame
         self._num_posted = self._num_arrived = 0
         self._arrived: dict[int, memoryview] = {}
 
@@ -38,7 +39,9 @@ class SharedLine:
 
     def send(self, packed: Packed, stage: int, microbatch: int) -> None:
         """Write one frame where the other rank will read it, and say so."""
-        plan = self._codec.plan(packed.layout)
+        plan = self._plan
+        if plan is None or packed.layout is not plan.layout:
+            self._plan = plan = self._codec.plan(packed.layout)
         try:
             self._outbox.await_room(max(MAX_UNDER_WAY, self.channel.depth))
             arena, slot, space, address = self._outbox.space(plan.num_bytes)
