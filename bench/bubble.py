@@ -3,7 +3,8 @@
 `python -m stagewright.bench.bubble`. Asleep a stage needs no processor, so what a step takes beyond the simulation
 without communication is what the engine, its messages and the machine add. Each schedule runs by turns with torch's,
 where torch has it, and 1f1b also with a loop written by hand. Before each step all ranks wait for each other; it ends
-when the last rank is through. An asynchronous schedule has no such steps: there it is the steady time of a batch.
+when the last rank is through. An asynchronous schedule has no such steps: there it is the steady time of a batch. For
+all ways alike, each rank keeps to one processor, and stages are awake for the last of their time.
 """
 
 import sys

@@ -21,8 +21,9 @@ def stay_on_one_processor(rank: int) -> None:
 
     A rank that sleeps may otherwise wake up anywhere, and whatever it does next takes some times as long there.
     """
-    processors = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {processors[rank % len(processors)]})
+    if hasattr(os, "sched_setaffinity"):  # not every system has it
+        processors = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {processors[rank % len(processors)]})
 
 
 class SleepStage(nn.Module):

@@ -98,3 +98,12 @@ def measured(ratio: float, case: Case, num_batches: int, num_rounds: int) -> dic
 def test_it_runs_where_it_is_named() -> None:
     assert set(OTHERS) == {"asynchronous", "gpu", "prediction", "split_backward", "staleness"}
     assert not set(OTHERS) & set(SECTIONS)
+
+
+@pytest.mark.parametrize(("rank", "processor"), [(0, 2), (1, 5), (2, 7), (3, 2)])
+def test_ranks_share_the_processors_there_are(rank: int, processor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[tuple[int, set[int]]] = []
+    monkeypatch.setattr(stages.os, "sched_getaffinity", lambda process: {7, 2, 5})
+    monkeypatch.setattr(stages.os, "sched_setaffinity", lambda process, processors: kept.append((process, processors)))
+    stages.stay_on_one_processor(rank)
+    assert kept == [(0, {processor})]
