@@ -1,5 +1,6 @@
 """`stagewright train`: check the settings, start ranks or join those that were started, print what came out."""
 
+import gc
 from contextlib import nullcontext
 from functools import partial
 
@@ -97,6 +98,7 @@ def run_under_launcher(settings: TrainSettings, corpus: Corpus, console: Console
     reports = own_rank() == settings.reporter
     if reports:
         check_metrics(settings)
+    gc.freeze()  # as launch_local does: no collection amid a step need look at what was imported
     with from_environment() as context:
         check_same_text(context, corpus)
         if reports:

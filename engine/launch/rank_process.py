@@ -1,5 +1,6 @@
 """Rank process: the life of one rank as a process of its own, from its start to its report."""
 
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -106,6 +107,7 @@ def _run(task: Task) -> Report:
         transport = GlooTransport()
     except BaseException as error:
         return failure_of(error)
+    gc.freeze()  # what was imported lives as long as the process: no collection amid a step need look at it again
     try:
         result = _dump(function(context_of(transport), *args), task.rank)
         transport.leave()  # whoever waits for this rank, now or later, is told

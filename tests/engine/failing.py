@@ -1,5 +1,6 @@
 """Ranks that fail in every way; functions that processes can import."""
 
+import gc
 import os
 import signal
 import sys
@@ -20,11 +21,13 @@ FAILING_RANK = 1
 FAILING_STEP = 1
 
 
-def describe(context: RankContext, tensor: Tensor) -> tuple[int, int, int, int, list[int], list[int]]:
-    """What a rank finds: itself, its threads, its own copy of an argument, and workers of its own."""
+def describe(context: RankContext, tensor: Tensor) -> tuple[int, int, int, int, list[int], list[int], bool]:
+    """What a rank finds: itself, its threads, its own copy of an argument, workers of its own, and torch out of the
+    garbage collector's sight."""
     tensor += context.rank  # in place
     rows = [int(row) for row in DataLoader([1, 2, 3], num_workers=1)]  # type: ignore[arg-type]
-    return context.rank, context.num_ranks, dist.get_rank(), torch.get_num_threads(), tensor.tolist(), rows
+    ranks, num_threads = (context.rank, context.num_ranks, dist.get_rank()), torch.get_num_threads()
+    return *ranks, num_threads, tensor.tolist(), rows, not any(thing is vars(torch) for thing in gc.get_objects())
 
 
 def variable(context: RankContext, name: str) -> str | None:

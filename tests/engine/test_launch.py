@@ -66,7 +66,7 @@ def test_every_rank_is_a_process_with_its_share_and_its_own_arguments() -> None:
     tensor = torch.zeros(2, dtype=torch.int64)
     results = launch_local(describe, 3, args=(tensor,))
     threads = max(1, num_cores() // 3)
-    assert results == [(rank, 3, rank, threads, [rank, rank], [1, 2, 3]) for rank in range(3)]
+    assert results == [(rank, 3, rank, threads, [rank, rank], [1, 2, 3], True) for rank in range(3)]
     assert tensor.tolist() == [0, 0], "the launcher's own is as it was"
 
 
