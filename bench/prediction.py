@@ -32,7 +32,7 @@ from stagewright.schedules.recording import Recording
 
 # How far the median of the measured steps may be from what was predicted.
 MOST_ERROR: Final = 0.05
-# Steps in which buffers grow to their sizes, and an asynchronous pipeline fills.
+# Steps in which buffers grow to their sizes, an asynchronous pipeline fills, and a processor speeds up.
 _NUM_DROPPED: Final = 2
 # Batches of a simulation that shows an asynchronous pipeline once it is full.
 _STEADY_BATCHES: Final = 6
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of these schedules alone (default all there are)")
     parser.add_argument("--forward", type=float, default=10.0, metavar="MS", help="a rank's forward (default 10 ms)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of calibrating and measuring (default 3)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of calibrating and measuring (default 5)")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="to calibrate on, and timed (default 3)")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="write traces here, for `stagewright explain`")
     return parser
@@ -134,7 +134,7 @@ def cases(forward: float) -> list[Case]:
     """Sleeping stages on 4 ranks, of which F = I = W take so many milliseconds; working ones on 2."""
     return [
         Case("sleep", 4, 8, partial(sleep_stage, forward / 1e3), rows=8, width=8),
-        Case("work", 2, 8, work_stage, rows=8 * 64, width=512),
+        Case("work", 2, 8, work_stage, rows=8 * 192, width=512),
     ]
 
 
@@ -210,7 +210,9 @@ def _train_by(
     for _ in range(plan.num_rounds):
         _steps(context, pipe, x, y, _NUM_DROPPED + plan.num_steps, schedule)
         predicted.append(_predicted(pipe, schedule, pipe.calibrate(plan.num_steps)))
-        ticks.append(_steps(context, pipe, x, y, plan.num_steps + (not schedule.synchronous), schedule))
+        # After the pause, too, the first steps find cold caches and a processor that has slowed down.
+        timed = plan.num_steps + (not schedule.synchronous)
+        ticks.append(_steps(context, pipe, x, y, _NUM_DROPPED + timed, schedule)[_NUM_DROPPED:])
     if trace is not None:
         recording = Recording.of(schedule.name, pipe.calibrate(), pipe.timelines())
         if context.rank == 0:
