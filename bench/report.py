@@ -4,6 +4,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
@@ -56,10 +57,21 @@ def machine() -> dict[str, str | int]:
     """Where this was measured; no name of it."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
     }
+
+
+def _processor() -> str:
+    """Its model, which Python knows on some systems and Linux lists in a file."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, model = line.partition(":")
+            if name.strip() == "model name":
+                return model.strip()
+    return platform.processor() or platform.machine()
 
 
 def print_section(section: Section, console: Console) -> None:
