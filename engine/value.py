@@ -1,6 +1,5 @@
-"""Values: what a stage hands to the next one, taken apart into tensors and a layout that can be written down."""
+"""Values: what a stage hands to the next one, taken apart into tensors and a layout."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,7 +15,8 @@ Value: TypeAlias = Any
 # container is its kind and its members.
 Skeleton: TypeAlias = str | tuple[Any, ...]
 
-_DTYPES: Final = {
+# The types of what crosses, by name, and how deep a value may be nested.
+DTYPES: Final = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -24,9 +24,9 @@ _DTYPES: Final = {
         *(torch.bool, torch.complex64, torch.complex128),
     )
 }
-_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+MAX_NESTING: Final = 64
 _CROSSING: Final = (Tensor, nn.Parameter)
-_MAX_NESTING: Final = 64
 _ALONE: Final = ("list", "t")
 
 
@@ -143,14 +143,14 @@ def check_crossing(packed: Packed, owner: str, name: str = "output") -> None:
     """
     for index, tensor in enumerate(packed.tensors):
         dense = tensor.layout is torch.strided and not tensor.is_meta
-        if type(tensor) in _CROSSING and dense and tensor.dtype in _NAMES:
+        if type(tensor) in _CROSSING and dense and tensor.dtype in NAMES:
             continue
         path = list(_paths(packed.layout.skeleton, name))[index]
         kind = f"tensor of {tensor.layout}, {tensor.dtype}" + (", without data" if tensor.is_meta else "")
         kind = kind if type(tensor) in _CROSSING else type(tensor).__name__
         raise TypeError(
             f"{path} of {owner} is a {kind}: what crosses to another stage is a dense, plain tensor of one of the "
-            f"types {', '.join(_DTYPES)}; convert it"
+            f"types {', '.join(DTYPES)}; convert it"
         )
 
 
@@ -172,8 +172,8 @@ def _paths(skeleton: Skeleton, path: str) -> Iterator[str]:
 def _take_apart(
     value: Value, tensors: list[Tensor], seen: dict[int, int], owner: str, path: str, depth: int = 0
 ) -> Skeleton:
-    if depth > _MAX_NESTING:
-        raise TypeError(f"{path} of {owner} is nested deeper than {_MAX_NESTING}: pass a flatter value on")
+    if depth > MAX_NESTING:
+        raise TypeError(f"{path} of {owner} is nested deeper than {MAX_NESTING}: pass a flatter value on")
     if isinstance(value, Tensor) and not value.is_nested:
         index = seen.setdefault(id(value), len(tensors))
         if index < len(tensors):
@@ -223,70 +223,3 @@ def _put_together(skeleton: Skeleton, tensors: Sequence[Tensor], new: Iterator[T
             return {key: _put_together(member, tensors, new) for key, member in zip(keys, members)}
         case _:
             raise ValueError(f"{skeleton!r} is no skeleton of a value")
-
-
-def write_layout(layout: Layout) -> bytes:
-    """A layout as JSON, for the wire."""
-    names = [_NAMES[dtype] for dtype in layout.dtypes]
-    return json.dumps([layout.skeleton, names, layout.shapes, layout.differentiable], separators=(",", ":")).encode()
-
-
-def read_layout(text: bytes) -> Layout:
-    """Read a layout from the wire.
-
-    Raises:
-        ValueError: the text is no layout, or one that does not hang together.
-    """
-    try:
-        skeleton, names, shapes, differentiable = json.loads(text.decode())
-        layout = Layout(
-            _checked_skeleton(skeleton, len(names)),
-            tuple(_DTYPES[name] for name in names),
-            tuple(tuple(_checked_size(size) for size in shape) for shape in shapes),
-            tuple(bool(flag) for flag in differentiable),
-        )
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"a message describes itself in a way that cannot be read: {error}") from error
-    num_tensors = {_count(layout.skeleton), len(layout.dtypes), len(layout.shapes), len(layout.differentiable)}
-    if len(num_tensors) != 1:
-        raise ValueError("a message contradicts itself about how many tensors it holds")
-    return layout
-
-
-def _checked_skeleton(skeleton: Any, num_tensors: int, depth: int = 0) -> Skeleton:
-    """JSON has no tuples: restore them, and refuse what no ``pack`` has written."""
-    if depth > _MAX_NESTING:
-        raise ValueError(f"a value is nested deeper than {_MAX_NESTING}")
-    match skeleton:
-        case "t" | "n":
-            return str(skeleton)
-        case ["again", int(index)] if 0 <= index < num_tensors:
-            return ("again", index)
-        case ["tuple" | "list" as kind, *members]:
-            return (kind, *(_checked_skeleton(member, num_tensors, depth + 1) for member in members))
-        case ["dict", [*keys], *members] if len(keys) == len(members):
-            if any(type(key) is not str and type(key) is not int for key in keys):
-                raise ValueError("a dict key is neither str nor int")
-            return ("dict", tuple(keys), *(_checked_skeleton(member, num_tensors, depth + 1) for member in members))
-        case _:
-            raise ValueError(f"{skeleton!r} is no skeleton of a value")
-
-
-def _checked_size(size: Any) -> int:
-    if type(size) is not int or size < 0:
-        raise ValueError(f"{size!r} is no size of a dimension")
-    return size
-
-
-def _count(skeleton: Skeleton) -> int:
-    match skeleton:
-        case "t":
-            return 1
-        case "n" | ("again", _):
-            return 0
-        case ("dict", _, *members):
-            return sum(map(_count, members))
-        case (_, *members):
-            return sum(map(_count, members))
-        case _:
-            return 0

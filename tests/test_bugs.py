@@ -35,7 +35,8 @@ from stagewright.engine.transport.device import DeviceTransport, _as_bytes
 from stagewright.engine.transport.frame import FrameCodec
 from stagewright.engine.transport.hub import Hub
 from stagewright.engine.transport.threads import ThreadTransport
-from stagewright.engine.value import check_crossing, pack, read_layout
+from stagewright.engine.value import check_crossing, pack
+from stagewright.engine.writing import read_layout
 from stagewright.models import (
     GPT,
     GPTConfig,

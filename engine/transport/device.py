@@ -18,7 +18,8 @@ from stagewright.engine.transport.communicator import Communicator, Connect, Hos
 from stagewright.engine.transport.contract import Channel, Line, Receipt, Session, Transport
 from stagewright.engine.transport.lookout import LOOK_SECONDS, Lookout
 from stagewright.engine.transport.under_way import UnderWay
-from stagewright.engine.value import Layout, Packed, pack, read_layout, write_layout
+from stagewright.engine.value import Layout, Packed, pack
+from stagewright.engine.writing import read_layout, write_layout
 
 # Which message: its line, stage and microbatch.
 Key: TypeAlias = tuple[Line, int, int]

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from stagewright.engine.errors import PeerError
-from stagewright.engine.value import Layout, Packed, read_layout, write_layout
+from stagewright.engine.value import Layout, Packed
+from stagewright.engine.writing import read_layout, write_layout
 
 MESSAGE: Final = 0x53574D31  # "SWM1"
 FAILURE: Final = 0x53574631  # "SWF1"

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stagewright.engine.value import Layout, pack, read_layout, unpack, write_layout
+from stagewright.engine.value import Layout, pack, unpack
+from stagewright.engine.writing import read_layout, write_layout
 
 TENSORS = st.builds(
     lambda dtype, shape, graded: torch.zeros(shape, dtype=dtype, requires_grad=graded and dtype.is_floating_point),

@@ -29,7 +29,8 @@ from stagewright.engine.launch.environment import meeting_point, started_rank
 from stagewright.engine.roll_call import read_answer
 from stagewright.engine.trace import Record
 from stagewright.engine.transport import frame as wire
-from stagewright.engine.value import pack, read_layout, unpack
+from stagewright.engine.value import pack, unpack
+from stagewright.engine.writing import read_layout
 from stagewright.models import PartProfile, Profile, cut_by_layout, cut_by_profile
 from stagewright.models.cut import parts_of_transformer
 from stagewright.schedules import Costs, Program, Timeline, complete, create, simulate, verify
