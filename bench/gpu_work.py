@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.bench.gpu_device import Device
-from stagewright.engine.randomness import Seeds
-from stagewright.engine.stage import Stage
+from stagewright.engine.stages.randomness import Seeds
+from stagewright.engine.stages.stage import Stage
 from stagewright.engine.value import pack, pack_input
 from stagewright.models import GPT, GPTConfig, build_gpt_stage, token_loss
 

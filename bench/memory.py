@@ -23,8 +23,8 @@ from stagewright.bench.report import Section, marked
 from stagewright.engine import Pipeline, RankContext, launch_local
 from stagewright.engine.channels import channels_of
 from stagewright.engine.executor import Action, Executor
-from stagewright.engine.randomness import Seeds
-from stagewright.engine.stage import Stage
+from stagewright.engine.stages.randomness import Seeds
+from stagewright.engine.stages.stage import Stage
 from stagewright.engine.value import pack
 from stagewright.schedules import Costs, Program, Schedule, create, simulate
 from stagewright.schedules.instructions import WeightGradient

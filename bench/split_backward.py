@@ -25,8 +25,8 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.distributed.pipelining import _backward as torch_backward
 
-from stagewright.engine.randomness import Seeds
-from stagewright.engine.stage import Stage
+from stagewright.engine.stages.randomness import Seeds
+from stagewright.engine.stages.stage import Stage
 from stagewright.engine.value import pack
 from stagewright.models import GPTConfig
 from stagewright.models.gpt_layers import Layer

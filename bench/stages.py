@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
-from stagewright.engine.deferral import Deferring, _DeferredOperation
-from stagewright.engine.operations import Linear
+from stagewright.engine.stages.deferral import Deferring, _DeferredOperation
+from stagewright.engine.stages.operations import Linear
 
 # Between waking up and the end of what a stage takes.
 AWAKE_SECONDS: Final = 0.0006

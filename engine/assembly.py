@@ -8,27 +8,27 @@ from typing import Literal, TypeAlias
 import torch
 from torch import nn
 
-from stagewright.engine.agreement import Agreement, LossScale
-from stagewright.engine.batchnorm import DeferredBatchNorms, check_norms
 from stagewright.engine.copies import CopiesAlike
-from stagewright.engine.extrapolated import ExtrapolatedWeights
-from stagewright.engine.gradients import Gradients
 from stagewright.engine.locals import local_of
-from stagewright.engine.optimizers import OptimizerFactory
 from stagewright.engine.plan import OnNan, Recompute, kept_microbatches, splits_backward
-from stagewright.engine.randomness import Seeds
-from stagewright.engine.reduction import Reduction
-from stagewright.engine.replicas import Replicas, share_values
 from stagewright.engine.sharded import ShardedStage, check_sharded, is_reduced_by_itself, sharded_modules
-from stagewright.engine.sharing import settle_sharing
-from stagewright.engine.stage import Stage
+from stagewright.engine.stages.batchnorm import DeferredBatchNorms, check_norms
+from stagewright.engine.stages.randomness import Seeds
+from stagewright.engine.stages.stage import Stage
 from stagewright.engine.staleness import Remedies, Remedy
-from stagewright.engine.ties import Ties
 from stagewright.engine.transport.contract import Transport
 from stagewright.engine.transport.group import Group, share
-from stagewright.engine.updater import Updater
-from stagewright.engine.versions import VersionedWeights
-from stagewright.engine.weights import SingleWeights, StageWeights
+from stagewright.engine.updates.agreement import Agreement, LossScale
+from stagewright.engine.updates.extrapolated import ExtrapolatedWeights
+from stagewright.engine.updates.gradients import Gradients
+from stagewright.engine.updates.optimizers import OptimizerFactory
+from stagewright.engine.updates.reduction import Reduction
+from stagewright.engine.updates.replicas import Replicas, share_values
+from stagewright.engine.updates.sharing import settle_sharing
+from stagewright.engine.updates.ties import Ties
+from stagewright.engine.updates.updater import Updater
+from stagewright.engine.updates.versions import VersionedWeights
+from stagewright.engine.updates.weights import SingleWeights, StageWeights
 from stagewright.schedules import Program
 
 BuildStage: TypeAlias = Callable[[int], nn.Module] | Mapping[int, nn.Module]

@@ -14,9 +14,9 @@ from torch import nn
 
 from stagewright.engine.errors import PeerError
 from stagewright.engine.everyone import gather_texts, listed
-from stagewright.engine.sharing import kind_of
 from stagewright.engine.transport.contract import Transport
 from stagewright.engine.transport.group import Group
+from stagewright.engine.updates.sharing import kind_of
 from stagewright.schedules import Placement
 
 # Name and kind of every parameter and buffer of a stage.

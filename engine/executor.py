@@ -16,9 +16,9 @@ from stagewright.engine.assembly import Assembly
 from stagewright.engine.control.progress import INDEX
 from stagewright.engine.errors import NotFiniteError, PeerError
 from stagewright.engine.mail import Mail
-from stagewright.engine.recorder import Moment, recorder_of
 from stagewright.engine.run import Run
-from stagewright.engine.stage import Gradients, Stage
+from stagewright.engine.stages.stage import Gradients, Stage
+from stagewright.engine.timing.recorder import Moment, recorder_of
 from stagewright.engine.transport.contract import Session
 from stagewright.engine.value import pack_input, unpack_gradients
 from stagewright.schedules import Instruction, Program

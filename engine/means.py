@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stagewright.engine.agreement import Agreement
 from stagewright.engine.transport.group import Group, gather_bytes
+from stagewright.engine.updates.agreement import Agreement
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from stagewright.engine.feed import Feed
 from stagewright.engine.loss import BatchLoss, LossFunction
 from stagewright.engine.means import Means, of_all_replicas, together
 from stagewright.engine.mesh import Mesh, connect
-from stagewright.engine.optimizers import OptimizerFactory
 from stagewright.engine.plan import OnNan, Recompute, plan_of
 from stagewright.engine.rank_view import RankView
 from stagewright.engine.roll_call import RollCall
@@ -24,6 +23,7 @@ from stagewright.engine.staleness import Remedy
 from stagewright.engine.state import load_state, state_of
 from stagewright.engine.training import training_of
 from stagewright.engine.transport.contract import Session, Transport
+from stagewright.engine.updates.optimizers import OptimizerFactory
 from stagewright.engine.value import Value
 from stagewright.schedules import Program, Schedule
 

@@ -6,10 +6,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stagewright.engine.assembly import Assembly
-from stagewright.engine.calibration import calibrate
 from stagewright.engine.launch.context import RankContext, context_of
-from stagewright.engine.optimizers import named_weights
-from stagewright.engine.trace import NUM_KEPT, History
+from stagewright.engine.timing.calibration import calibrate
+from stagewright.engine.timing.trace import NUM_KEPT, History
+from stagewright.engine.updates.optimizers import named_weights
 from stagewright.schedules import Costs, Timeline
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from stagewright.engine.loss import BatchLoss
-from stagewright.engine.recorder import Moment
+from stagewright.engine.timing.recorder import Moment
 from stagewright.engine.value import Layout, Value
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from stagewright.engine.treatments import Discounting, Feeding, Moving, Predicting, Treatment
+from stagewright.engine.updates.treatments import Discounting, Feeding, Moving, Predicting, Treatment
 from stagewright.schedules.program import UpdateRule
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from stagewright.engine.assembly import Assembly
 from stagewright.engine.training import Training
-from stagewright.engine.weights import load_masters
+from stagewright.engine.updates.weights import load_masters
 
 
 def state_of(assembly: Assembly, training: Training, num_steps: int) -> dict[str, Any]:

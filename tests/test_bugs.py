@@ -29,12 +29,12 @@ from stagewright.engine.checkpoint.source import Source
 from stagewright.engine.launch.environment import started_rank
 from stagewright.engine.launch.nodelist import first_node
 from stagewright.engine.launch.rounds import enter_round
-from stagewright.engine.optimizers import Plans
 from stagewright.engine.transport.contract import Channel, Session
 from stagewright.engine.transport.device import DeviceTransport, _as_bytes
 from stagewright.engine.transport.frame import FrameCodec
 from stagewright.engine.transport.hub import Hub
 from stagewright.engine.transport.threads import ThreadTransport
+from stagewright.engine.updates.optimizers import Plans
 from stagewright.engine.value import check_crossing, pack
 from stagewright.engine.writing import read_layout
 from stagewright.models import (

@@ -50,8 +50,10 @@ def test_library_code_never_prints(file: Path) -> None:
 
 
 def test_the_check_itself_sees_a_violation() -> None:
-    tree = ast.parse("import torch.nn\nfrom stagewright.engine.stage import Stage\nfrom stagewright import models")
-    assert imported(tree) == {"torch.nn", "stagewright.engine.stage", "stagewright.models"}
+    tree = ast.parse(
+        "import torch.nn\nfrom stagewright.engine.stages.stage import Stage\nfrom stagewright import models"
+    )
+    assert imported(tree) == {"torch.nn", "stagewright.engine.stages.stage", "stagewright.models"}
 
 
 def test_every_package_is_installed_and_typed() -> None:

@@ -241,9 +241,9 @@ def test_calls_that_wait_count_within_the_step_alone() -> None:
     [
         (Waits({}, {}), 1, 0),
         (Waits({}, None), 1, 0),
-        (Waits({"engine/stage.py:1 backward": 2}, {}), 1, 1),
+        (Waits({"engine/stages/stage.py:1 backward": 2}, {}), 1, 1),
         (Waits({}, {"cudaStreamSynchronize": 1}), 1, 1),
-        (Waits({}, {}, "engine/stage.py:1 backward"), 1, 1),
+        (Waits({}, {}, "engine/stages/stage.py:1 backward"), 1, 1),
         (Waits({"engine/transport/frame.py:1 fill": 2}, {"cudaStreamSynchronize": 2}), 2, 0),
     ],
 )

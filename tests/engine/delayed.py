@@ -12,7 +12,7 @@ from tied import TIED, Build, make_text, mean_over_tokens, sum_and_count
 from torch import Tensor, nn
 
 from stagewright.engine import Pipeline, RankContext
-from stagewright.engine.randomness import seed_of
+from stagewright.engine.stages.randomness import seed_of
 
 Action: TypeAlias = Literal["flush", "evaluate", "predict", "save"]
 

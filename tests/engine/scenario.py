@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stagewright.engine import Pipeline, RankContext, launch_local
-from stagewright.engine.randomness import seed_of
+from stagewright.engine.stages.randomness import seed_of
 from stagewright.schedules import Schedule, create
 
 SEED = 5

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stagewright.engine import Pipeline, RankContext, launch_local
-from stagewright.engine.weights import StageWeights
+from stagewright.engine.updates.weights import StageWeights
 
 WIDTH = 32
 # Bytes of one stage's weights: two matrices and a vector.

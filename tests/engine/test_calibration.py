@@ -6,8 +6,8 @@ import pytest
 from launching import launch_on
 from measuring import BACKWARD_SECONDS, FORWARD_SECONDS, NUM_MICROBATCHES, measure_steps
 
-from stagewright.engine.calibration import with_bandwidth
-from stagewright.engine.trace import NUM_KEPT
+from stagewright.engine.timing.calibration import with_bandwidth
+from stagewright.engine.timing.trace import NUM_KEPT
 from stagewright.schedules import Costs, Timeline, simulate
 from stagewright.schedules.drawing import grid_text, html_text, json_text, svg_text, trace_text
 from stagewright.schedules.drawing.overlay import overlay_html, overlay_svg

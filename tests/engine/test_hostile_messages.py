@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stagewright.engine.roll_call import Answer, read_answer
-from stagewright.engine.trace import Record
+from stagewright.engine.timing.trace import Record
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),

@@ -10,7 +10,7 @@ from plain import make_batch, make_stage, squared_error
 from torch import Tensor, nn
 
 from stagewright.engine import Pipeline, RankContext
-from stagewright.engine.agreement import LossScale
+from stagewright.engine.updates.agreement import LossScale
 from stagewright.schedules import Schedule, create
 
 START = 65536.0

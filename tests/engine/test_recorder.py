@@ -10,8 +10,8 @@ from torch import nn
 
 from stagewright.engine import Pipeline, RankContext
 from stagewright.engine import executor as executor_module
-from stagewright.engine import trace as trace_module
-from stagewright.engine.recorder import EventRecorder, HostRecorder, Recorder, recorder_of
+from stagewright.engine.timing import trace as trace_module
+from stagewright.engine.timing.recorder import EventRecorder, HostRecorder, Recorder, recorder_of
 from stagewright.schedules import Timeline
 
 GPU = torch.device("cuda", 0)

@@ -9,7 +9,7 @@ from torch import nn
 
 from stagewright.engine import RankContext, make_mesh
 from stagewright.engine.mesh import connect
-from stagewright.engine.reduction import Reduction
+from stagewright.engine.updates.reduction import Reduction
 
 SHAPES = ((3, 2), (), (5,), (2, 2))
 DTYPES = (torch.float64, torch.bfloat16, torch.float64, torch.complex128)

@@ -298,7 +298,7 @@ def test_autocast() -> None:
 
 def test_nn_attention_is_put_off_too() -> None:
     """torch hands its attention function to a mode whole; the linears inside must be seen nevertheless."""
-    from stagewright.engine.deferral import Deferred, Deferring
+    from stagewright.engine.stages.deferral import Deferred, Deferring
 
     module = Attention().double()
     deferred = Deferred()

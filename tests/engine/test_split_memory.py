@@ -11,8 +11,8 @@ from plain import Block, make_batch, make_stage, squared_error
 from torch import Tensor, nn
 
 from stagewright.engine import Pipeline
-from stagewright.engine.randomness import Seeds
-from stagewright.engine.stage import Stage
+from stagewright.engine.stages.randomness import Seeds
+from stagewright.engine.stages.stage import Stage
 from stagewright.engine.value import pack
 from stagewright.models import GPTConfig
 from stagewright.models.gpt_layers import Layer

@@ -20,9 +20,9 @@ from stagewright.engine import (
     WeightPrediction,
     launch_local,
 )
-from stagewright.engine.extrapolated import ExtrapolatedWeights
 from stagewright.engine.staleness import Remedy
-from stagewright.engine.treatments import Moving, Treatment
+from stagewright.engine.updates.extrapolated import ExtrapolatedWeights
+from stagewright.engine.updates.treatments import Moving, Treatment
 from stagewright.schedules import Schedule, create
 
 NUM_BATCHES = 8

@@ -9,8 +9,8 @@ from shapes import label, schedules_of, synchronous_names
 from torch import Tensor, nn
 
 from stagewright.engine import Pipeline, RankContext, launch_local
-from stagewright.engine.randomness import Seeds
-from stagewright.engine.stage import Stage
+from stagewright.engine.stages.randomness import Seeds
+from stagewright.engine.stages.stage import Stage
 from stagewright.engine.value import pack
 from stagewright.schedules import Schedule, simulate
 

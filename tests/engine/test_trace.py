@@ -6,7 +6,7 @@ import pytest
 from launching import launch_on
 from measuring import BACKWARD_SECONDS, FORWARD_SECONDS, measure
 
-from stagewright.engine.trace import Record, timeline_of
+from stagewright.engine.timing.trace import Record, timeline_of
 from stagewright.schedules import Program, Timeline
 from stagewright.schedules.instructions import Backward, Forward
 from stagewright.schedules.placement import linear

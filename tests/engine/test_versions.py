@@ -13,11 +13,11 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
-from stagewright.engine.randomness import Seeds
-from stagewright.engine.stage import Stage
+from stagewright.engine.stages.randomness import Seeds
+from stagewright.engine.stages.stage import Stage
+from stagewright.engine.updates.versions import VersionedWeights
+from stagewright.engine.updates.weights import SingleWeights
 from stagewright.engine.value import pack
-from stagewright.engine.versions import VersionedWeights
-from stagewright.engine.weights import SingleWeights
 
 CPU = torch.device("cpu")
 

@@ -27,7 +27,7 @@ from stagewright.cli.train_arguments import train_settings
 from stagewright.engine.errors import PeerError
 from stagewright.engine.launch.environment import meeting_point, started_rank
 from stagewright.engine.roll_call import read_answer
-from stagewright.engine.trace import Record
+from stagewright.engine.timing.trace import Record
 from stagewright.engine.transport import frame as wire
 from stagewright.engine.value import pack, unpack
 from stagewright.engine.writing import read_layout

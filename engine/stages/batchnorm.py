@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from stagewright.engine.agreement import Agreement
 from stagewright.engine.transport.group import Group, gather_rows
+from stagewright.engine.updates.agreement import Agreement
 from stagewright.schedules import Placement
 
 # What a batch norm has seen: (count, mean, sum of squared deviations) a channel; None for nothing.

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from stagewright.engine.locals import local_gradient, local_of, spread_like
-from stagewright.engine.ties import add_up
 from stagewright.engine.transport.contract import Channel, Receipt, Session, Transport
+from stagewright.engine.updates.ties import add_up
 from stagewright.engine.value import Packed, check_crossing, pack, unpack
 from stagewright.schedules import Placement
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.engine.locals import local_gradient, local_of, spread_like
-from stagewright.engine.sharing import Group, all_names, kind_of, members
 from stagewright.engine.transport.contract import Channel, Receipt, Session, Transport
+from stagewright.engine.updates.sharing import Group, all_names, kind_of, members
 from stagewright.engine.value import Packed, check_crossing, pack, unpack
 from stagewright.schedules import Placement
 

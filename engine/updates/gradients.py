@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stagewright.engine.agreement import Scalars
 from stagewright.engine.locals import groups_of, local_of, settle_gradient
-from stagewright.engine.reduction import Reduction
-from stagewright.engine.replicas import Replicas
-from stagewright.engine.ties import Ties
 from stagewright.engine.transport.collective import CollectiveGroup
 from stagewright.engine.transport.group import Group, start_numbers
-from stagewright.engine.weights import StageWeights
+from stagewright.engine.updates.agreement import Scalars
+from stagewright.engine.updates.reduction import Reduction
+from stagewright.engine.updates.replicas import Replicas
+from stagewright.engine.updates.ties import Ties
+from stagewright.engine.updates.weights import StageWeights
 from stagewright.schedules import Placement
 
 

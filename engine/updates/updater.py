@@ -7,14 +7,14 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from stagewright.engine.agreement import Agreement, LossScale, Scalars
 from stagewright.engine.errors import NotFiniteError
-from stagewright.engine.gradients import Gradients
 from stagewright.engine.loss import BatchLoss
-from stagewright.engine.optimizers import OptimizerFactory, Plans, make_optimizer
 from stagewright.engine.plan import OnNan
 from stagewright.engine.staleness import Remedies
-from stagewright.engine.weights import StageWeights
+from stagewright.engine.updates.agreement import Agreement, LossScale, Scalars
+from stagewright.engine.updates.gradients import Gradients
+from stagewright.engine.updates.optimizers import OptimizerFactory, Plans, make_optimizer
+from stagewright.engine.updates.weights import StageWeights
 
 logger = logging.getLogger(__name__)
 

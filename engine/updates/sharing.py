@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from stagewright.engine.locals import is_spread
-from stagewright.engine.weights import like
+from stagewright.engine.updates.weights import like
 
 # Names of parameters that are one weight; "stage2.weight" is the one of that stage alone.
 Group = Sequence[str]

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from stagewright.engine.treatments import Treatment
-from stagewright.engine.versions import VersionedWeights
-from stagewright.engine.weights import like
+from stagewright.engine.updates.treatments import Treatment
+from stagewright.engine.updates.versions import VersionedWeights
+from stagewright.engine.updates.weights import like
 
 
 class ExtrapolatedWeights(VersionedWeights):

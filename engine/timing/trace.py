@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Final
 
-from stagewright.engine.recorder import Moment, recorder_of
 from stagewright.engine.run import Run
+from stagewright.engine.timing.recorder import Moment, recorder_of
 from stagewright.engine.transport.contract import Transport
 from stagewright.engine.value import Layout
 from stagewright.schedules import Costs, Program, Timeline

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from stagewright.engine.operations import OPERATIONS, Operation
+from stagewright.engine.stages.operations import OPERATIONS, Operation
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stagewright.engine.weights import StageWeights
+from stagewright.engine.updates.weights import StageWeights
 
 OptimizerFactory: TypeAlias = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 

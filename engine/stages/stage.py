@@ -12,13 +12,13 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from stagewright.engine.batchnorm import Untouched, remembering
-from stagewright.engine.boundary import Boundary
-from stagewright.engine.deferral import Deferred, Deferring
-from stagewright.engine.randomness import Seeds
+from stagewright.engine.stages.batchnorm import Untouched, remembering
+from stagewright.engine.stages.boundary import Boundary
+from stagewright.engine.stages.deferral import Deferred, Deferring
+from stagewright.engine.stages.randomness import Seeds
+from stagewright.engine.stages.watch import Watch
+from stagewright.engine.updates.weights import SingleWeights, StageWeights
 from stagewright.engine.value import Layout, Packed, Skeleton, Value, check_crossing, pack, pack_gradients, unpack
-from stagewright.engine.watch import Watch
-from stagewright.engine.weights import SingleWeights, StageWeights
 
 logger = logging.getLogger(__name__)
 

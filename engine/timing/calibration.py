@@ -8,7 +8,7 @@ from statistics import median
 from time import perf_counter
 from typing import Final
 
-from stagewright.engine.trace import NUM_KEPT, History
+from stagewright.engine.timing.trace import NUM_KEPT, History
 from stagewright.engine.transport.contract import Transport
 from stagewright.engine.value import Layout
 from stagewright.schedules import Costs

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from stagewright.engine.weights import LOW_PRECISION, like, master_of
+from stagewright.engine.updates.weights import LOW_PRECISION, like, master_of
 
 # Where a parameter is looked up: the dict, the key there, and the parameter's name.
 Slot: TypeAlias = tuple[dict[str, nn.Parameter | None], str, str]
