@@ -1,5 +1,6 @@
 """The bug diary: each test tells a fault that the library once had."""
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from breaking import fail_with_receives_posted
+from launched import free_port
 from launching import launch_on
 from meshes import use_mesh_of
 from mismatched import train_to_the_end_of_the_data
@@ -885,3 +887,26 @@ def test_a_profile_cut_any_model_with_as_many_layers() -> None:
     cut_by_profile(small.parts, profile, 2, num_parameters=small.num_parameters())
     with pytest.raises(ValueError, match="whose part 0, embedding, has 516 parameters, for a model where it has 1032"):
         cut_by_profile(large.parts, profile, 2, num_parameters=large.num_parameters())
+
+
+FAILING = """
+from failing import fail_in_step
+from stagewright.engine import from_environment
+
+with from_environment() as context:
+    fail_in_step(context, "forward")
+"""
+
+
+def test_torchrun_ended_a_rank_before_it_had_printed_its_traceback(tmp_path: Path) -> None:
+    """It stayed for a second so that all could hear of its error; they went at once, and torchrun ends all ranks as
+    soon as one has ended. Where in the stage the error was raised was lost."""
+    script = tmp_path / "failing_script.py"
+    script.write_text(FAILING, encoding="utf-8")
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(), str(script)]
+    helpers = os.pathsep.join([str(Path(__file__).parent / "engine"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": helpers}
+    run = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1
+    said = run.stderr.replace("[rank1]: ", "")
+    assert "ValueError: boom in forward\nrank 1 failed at 1F2 (step 1)\n" in said

@@ -97,6 +97,12 @@ class Control:
             return self._watch.failure
         return next((left for other in pending if (left := self._watch.has_left(other)) is not None), None)
 
+    def let_another_go_first(self, seconds: float) -> None:
+        """Wait until another rank hangs up, as it does at its very end, or for so long."""
+        deadline = monotonic() + seconds
+        while not self._watch.has_lost_one and monotonic() < deadline:
+            sleep(0.01)
+
     def reason(self, other: int, detail: str = "") -> str:
         """Why there is no way to go on with another rank; waits a moment for those that may know more.
 

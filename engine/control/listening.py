@@ -123,6 +123,11 @@ class Watch:
         link = self._links.get(other)
         return None if link is None else link.left
 
+    @property
+    def has_lost_one(self) -> bool:
+        """Whether another rank has hung up that had not left in good order."""
+        return any(not link.is_open and link.left is None for link in self._links.values())
+
     def stir(self) -> None:
         """Let the thread look now."""
         with suppress(OSError):

@@ -57,6 +57,8 @@ def default_transport(device: torch.device | None = None) -> Transport:
 
 # How long a rank that has failed keeps its connections, for others that are busy to hear of it.
 _FAREWELL_SECONDS: Final = 1.0
+# How long the others wait for it to print its traceback.
+_TRACEBACK_SECONDS: Final = 2.0
 
 
 @contextmanager
@@ -82,7 +84,7 @@ def from_environment() -> Iterator[RankContext]:
     dist.init_process_group(meeting.backend, store=meeting.store, rank=started.rank, world_size=started.num_ranks)
     transport = default_transport(meeting.device)
     # Apart from the transport, on which a rank that has returned sends no more.
-    farewell = GlooTransport(_host_group(transport), is_watched=False)
+    farewell = GlooTransport(_host(transport).group, is_watched=False)
     try:
         yield context_of(transport)
         transport.leave()
@@ -90,13 +92,25 @@ def from_environment() -> Iterator[RankContext]:
     except BaseException as error:
         tell_end(transport, error)
         farewell.abort(reason_of(transport, error))
-        if isinstance(error, Exception) and not isinstance(error, PeerError) and transport.num_ranks > 1:
-            time.sleep(_FAREWELL_SECONDS)
+        _part(transport, error)
         raise
     finally:
         transport.close()
         farewell.close()
         dist.destroy_process_group()
+
+
+def _part(transport: Transport, error: BaseException) -> None:
+    """The rank that has failed is heard by all before it goes, and has printed its traceback before any other goes.
+
+    A launcher ends all ranks as soon as one of them has ended, and so whoever has not come to its traceback yet.
+    """
+    if not isinstance(error, Exception) or transport.num_ranks == 1:
+        return
+    if isinstance(error, PeerError):
+        _host(transport).let_another_go_first(_TRACEBACK_SECONDS)
+    else:
+        time.sleep(_FAREWELL_SECONDS)
 
 
 def reason_of(transport: Transport, error: BaseException) -> str:
@@ -116,11 +130,11 @@ def tell_end(transport: Transport, error: BaseException) -> None:
         transport.abort(reason_of(transport, error))
 
 
-def _host_group(transport: Transport) -> dist.ProcessGroup:
-    """The group of all ranks' hosts."""
+def _host(transport: Transport) -> GlooTransport:
+    """What connects all ranks' hosts."""
     host = transport.host
     assert isinstance(host, GlooTransport), "processes are connected by gloo"
-    return host.group
+    return host
 
 
 def num_cores() -> int:

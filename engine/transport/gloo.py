@@ -179,6 +179,11 @@ class GlooTransport:
         for line in self._lines.values():
             line.see_off()
 
+    def let_another_go_first(self, seconds: float) -> None:
+        """Wait until another rank hangs up, or for so long."""
+        if self._control is not None:
+            self._control.let_another_go_first(seconds)
+
     def hang_up(self) -> None:
         """Let nobody wait for a neighbour any more; called by the thread of the control channel."""
         for neighbour in self._neighbours.values():

@@ -162,12 +162,23 @@ def test_without_a_launcher_that_watches_every_rank_ends_by_itself(how: How, whe
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", "exit", "kill", "stop"])
 def test_torchrun_ends_with_an_error(how: How, tmp_path: Path) -> None:
-    """It ends all other ranks itself, as soon as one has ended; one that is stopped half a minute after that."""
+    """It ends all other ranks itself, as soon as one has ended; one that is stopped half a minute after that.
+
+    The one that has failed still prints its traceback: the others let it go first.
+    """
     death = Death(how, PLACES["steady"])
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-port", free_port()]
     (process,) = started(death, 3, tmp_path, *launcher)
-    process.communicate(timeout=120)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 1
+    lines = [line.removeprefix(f"[rank{RANK}]: ") for line in err.splitlines()]
+    told = [index for index, line in enumerate(lines) if expected(death) in line]  # by the others
+    if how == "raise":
+        end_of_traceback = lines.index("ValueError: boom")
+        assert f"rank {RANK} failed at" in lines[end_of_traceback + 1]
+        assert all(index > end_of_traceback for index in told)
+    else:
+        assert told
     for file in tmp_path.glob("process *"):
         assert not Path("/proc", file.read_text()).exists()
     for rank in (0, 2):

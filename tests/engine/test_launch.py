@@ -118,7 +118,7 @@ def test_an_error_in_a_step_is_raised_with_its_type_place_and_traceback(where: s
     [
         ("_exit", r"^rank 1 exited with code 3 before it returned(\n|$)"),
         ("kill", r"^rank 1 was ended by signal 9 .* before it returned(\n|$)"),
-        pytest.param("exit", r"^SystemExit: 0$", marks=pytest.mark.slow),
+        pytest.param("exit", r"^SystemExit: 0\nin rank 1$", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_ends_without_an_error_is_named(how: str, message: str) -> None:
