@@ -69,6 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [name for name in parsed.names if name not in SECTIONS and name not in OTHERS]
     if unknown:
         parser.error(f"there is no bench {unknown[0]!r}: there are {', '.join([*SECTIONS, *OTHERS])}")
+    try:
+        parsed.out.mkdir(parents=True, exist_ok=True)  # rather now than after minutes
+    except OSError as error:
+        parser.error(f"cannot write a report to {parsed.out}: {error.strerror}")
     names = parsed.names or list(SECTIONS)
     run([name for name in names if name in SECTIONS], parsed.out, Console())
     codes = [OTHERS[name]([]) for name in names if name in OTHERS]

@@ -22,6 +22,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from stagewright.bench.stages import SleepStage, WorkStage
+from stagewright.cli.values import count, positive
 from stagewright.engine import Pipeline, RankContext, launch_local
 
 # Which part of the ideal gain sleeping stages must reach: they leave the processors to the engine.
@@ -90,10 +91,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--stages", nargs="+", choices=("sleep", "work"), default=["sleep", "work"], help="what they do (default both)"
     )
-    parser.add_argument("--forward", type=float, default=10.0, metavar="MS", help="a forward's sleep (default 10 ms)")
-    parser.add_argument("--backward", type=float, default=20.0, metavar="MS", help="a backward's sleep (default 20 ms)")
-    parser.add_argument("--batches", type=int, default=10, metavar="N", help="counted in each run (default 10)")
-    parser.add_argument("--rounds", type=int, default=8, metavar="N", help="runs of either schedule (default 8)")
+    parser.add_argument("--forward", type=positive, default=10.0, metavar="MS", help="a forward (default 10 ms)")
+    parser.add_argument("--backward", type=positive, default=20.0, metavar="MS", help="a backward (default 20 ms)")
+    parser.add_argument("--batches", type=count, default=10, metavar="N", help="counted in each run (default 10)")
+    parser.add_argument("--rounds", type=count, default=8, metavar="N", help="runs of either schedule (default 8)")
     return parser
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 from stagewright.bench.report import Section, print_section
+from stagewright.cli.values import count
+from stagewright.schedules import names
 
 
 def run_bench(
@@ -27,12 +29,12 @@ def run_bench(
         description: what it does, for the help.
         num_steps: where none are given.
         steps: which these are, for the help.
-        choices: the schedules there are; any where left out.
+        choices: the schedules to choose from; all there are where left out.
     """
     parser = argparse.ArgumentParser(prog=f"python -m stagewright.bench.{name}", description=description)
     help_of_only = "of these schedules alone (default all there are)"
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=choices, help=help_of_only)
-    parser.add_argument("--steps", type=int, default=num_steps, metavar="N", help=f"{steps} (default %(default)s)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=choices or names(), help=help_of_only)
+    parser.add_argument("--steps", type=count, default=num_steps, metavar="N", help=f"{steps} (default %(default)s)")
     parsed = parser.parse_args(arguments)
     section = measure(parsed.only, parsed.steps)
     print_section(section, Console())

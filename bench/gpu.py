@@ -25,7 +25,9 @@ from stagewright.bench.gpu_ranks import beside_plain, shared, waits_of
 from stagewright.bench.gpu_report import Found, Look, Outcome, sections_of
 from stagewright.bench.gpu_work import Work
 from stagewright.bench.report import print_section
+from stagewright.cli.values import count, positive
 from stagewright.engine import launch_local
+from stagewright.schedules import names
 
 MINUTES: Final = 8.0
 NUM_RANKS: Final = 4
@@ -98,11 +100,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m stagewright.bench.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="for what is found (default %(default)s)")
-    parser.add_argument("--minutes", type=float, default=MINUTES, metavar="N", help="for all (default %(default)g)")
-    parser.add_argument("--ranks", type=int, default=NUM_RANKS, metavar="P", help="on one GPU (default %(default)s)")
-    parser.add_argument("--microbatches", type=int, default=NUM_MICROBATCHES, metavar="M", help="(default %(default)s)")
+    parser.add_argument("--minutes", type=positive, default=MINUTES, metavar="N", help="for all (default %(default)g)")
+    parser.add_argument("--ranks", type=count, default=NUM_RANKS, metavar="P", help="on one GPU (default %(default)s)")
+    parser.add_argument("--microbatches", type=count, default=NUM_MICROBATCHES, metavar="M", help="default %(default)s")
     parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="these schedules on shared GPUs (default all there are)"
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        choices=names(),
+        help="of these alone, on shared GPUs (default all)",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it, on tiny GPTs")
     return parser

@@ -22,6 +22,7 @@ from stagewright.bench.paired import Ratio, Round, Turn, take_turns, together
 from stagewright.bench.peers import TORCH_SCHEDULES, GPipeLoop, TorchPeer, make_group, squared_error
 from stagewright.bench.report import Section, marked, print_section
 from stagewright.bench.stages import WorkStage
+from stagewright.cli.values import count
 from stagewright.engine import Pipeline, RankContext, launch_local
 from stagewright.schedules import Program, create
 
@@ -75,8 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the table; the exit code is 1 where a bar is missed."""
     parser = argparse.ArgumentParser(prog="python -m stagewright.bench.overhead", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[*TORCH_SCHEDULES, "plain"], help="of these alone")
-    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="turns of each way (default 20)")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="of each turn (default 20)")
+    parser.add_argument("--rounds", type=count, default=20, metavar="N", help="turns of each way (default 20)")
+    parser.add_argument("--steps", type=count, default=20, metavar="N", help="of each turn (default 20)")
     parsed = parser.parse_args(arguments)
     section = measure(parsed.only, parsed.rounds, parsed.steps)
     print_section(section, Console())

@@ -26,6 +26,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from stagewright.bench.stages import HalvedSleepStage, WorkStage
+from stagewright.cli.values import count, positive
 from stagewright.engine import Pipeline, RankContext, launch_local
 from stagewright.schedules import Costs, Schedule, ScheduleError, create, find, names, simulate
 from stagewright.schedules.recording import Recording
@@ -95,6 +96,8 @@ class Outcome:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the table; the exit code is 1 where the bar is missed."""
     parsed = _parser().parse_args(arguments)
+    if parsed.trace is not None:
+        parsed.trace.mkdir(parents=True, exist_ok=True)
     console = Console()
     console.width = max(console.width, 100)
     console.print("time of a step: predicted from calibrated costs, and measured", style="bold")
@@ -122,10 +125,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--stages", nargs="+", choices=("sleep", "work"), default=["sleep", "work"], help="what they do (default both)"
     )
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of these schedules alone (default all there are)")
-    parser.add_argument("--forward", type=float, default=10.0, metavar="MS", help="a rank's forward (default 10 ms)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of calibrating and measuring (default 5)")
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="to calibrate on, and timed (default 3)")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=names(), help="of these schedules alone (default all)"
+    )
+    parser.add_argument("--forward", type=positive, default=10.0, metavar="MS", help="a rank's forward (default 10 ms)")
+    parser.add_argument("--rounds", type=count, default=5, metavar="N", help="of calibrating and measuring (default 5)")
+    parser.add_argument("--steps", type=count, default=3, metavar="N", help="to calibrate on, and timed (default 3)")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="write traces here, for `stagewright explain`")
     return parser
 

@@ -1,12 +1,11 @@
 """Publish a report of `make bench`: keep it in the repository, and put its table and picture into the README.
 
-`python -m stagewright.bench.publish [DIR]`, from the root of the repository: no figure of the README is written by
-hand.
+`python -m stagewright.bench.publish [DIR]`, from the root of the repository: no figure of the README's section
+"Measured" is written by hand.
 """
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from stagewright.bench.__main__ import FOLDER
 
 KEPT: Final = Path("bench/results")
 README: Final = Path("README.md")
+FILES: Final = ("bench.json", "bench.md", "bubble.svg", "throughput.svg")
 BEGIN, END = "<!-- begin: python -m stagewright.bench.publish -->", "<!-- end -->"
 
 # Heading, and the section and column of the report that it shows.
@@ -34,10 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m stagewright.bench.publish", description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=FOLDER, help="the report (default %(default)s)")
     folder: Path = parser.parse_args(arguments).folder
+    if not README.is_file() or BEGIN not in README.read_text(encoding="utf-8"):
+        parser.error(f"there is no README.md with the line {BEGIN} here: start this from the root of the repository")
+    try:
+        text = with_block(README.read_text(encoding="utf-8"), block_of(folder))
+        files = {name: (folder / name).read_bytes() for name in FILES}
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(f"{folder} holds no whole report of `make bench` ({type(error).__name__}: {error})")
     KEPT.mkdir(parents=True, exist_ok=True)
-    for name in ("bench.json", "bench.md", "bubble.svg"):
-        shutil.copy(folder / name, KEPT / name)
-    README.write_text(with_block(README.read_text(encoding="utf-8"), block_of(KEPT)), encoding="utf-8")
+    for name, data in files.items():
+        (KEPT / name).write_bytes(data)
+    README.write_text(text, encoding="utf-8")
     return 0
 
 
@@ -54,7 +61,7 @@ def block_of(folder: Path) -> str:
     sections = {section["name"]: section for section in found["sections"]}
     where = ", ".join(f"{key} {value}" for key, value in found["machine"].items())
     lines = [
-        f"`make bench` on {where}; [the whole report]({folder.as_posix()}/bench.md).",
+        f"`make bench` on {where}; [the whole report]({KEPT.as_posix()}/bench.md).",
         f"{_sentence(sections['bubble']['title'])}",
         f"{_sentence(sections['overhead']['title'])}",
         f"{_sentence(sections['throughput']['title'])} ! marks a bar that is missed.",
@@ -63,7 +70,7 @@ def block_of(folder: Path) -> str:
         _line(["---", *["---:"] * len(_COLUMNS)]),
         *(_line([row[0], *_cells(row[0], sections)]) for row in sections["bubble"]["rows"]),
         "",
-        f"![{sections['bubble']['title']}]({folder.as_posix()}/bubble.svg)",
+        f"![{sections['bubble']['title']}]({KEPT.as_posix()}/bubble.svg)",
         "",
     ]
     return "\n".join(lines)

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from stagewright.bench.report import Section
 from stagewright.bench.torch_schedules import TORCH_NAMES, build_and_lower
+from stagewright.cli.values import count
 from stagewright.schedules import ScheduleError, create, find, names, simulate
 
 # The most that the largest shape may take, and by which power of the number of instructions the time may grow.
@@ -44,7 +45,7 @@ class Measurement:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print the table."""
+    """Measure and print the table; the exit code is 1 where a schedule that was named does not serve a shape."""
     parsed = _parser().parse_args(arguments)
     gc.freeze()  # what the imports left behind is none of what is measured
     logging.getLogger("torch").setLevel(logging.ERROR)
@@ -52,12 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(
         f"create + verify + simulate, CPU seconds; M = 4P, V = {parsed.chunks} where one can choose", style="bold"
     )
-    table = table_of(parsed.ranks)
+    table, is_refused = table_of(parsed.ranks), False
     for name in parsed.schedules or names():
         try:
             measurements = measure(name, sorted(parsed.ranks), parsed.chunks, parsed.torch_limit)
         except ScheduleError as error:
             console.print(f"{name}: {error}")
+            is_refused |= name in parsed.schedules
             continue
         table.add_row(*_cells(name, measurements))
     console.width = max(console.width, 60 + 20 * len(parsed.ranks))
@@ -70,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         style="dim",
         highlight=False,
     )
-    return 0
+    return int(is_refused)
 
 
 def section(
@@ -100,8 +102,8 @@ def section(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m stagewright.bench.schedules", description=__doc__)
     parser.add_argument("schedules", nargs="*", metavar="SCHEDULE", help="which to measure (default all)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 64], metavar="P", help="default 8 32 64")
-    parser.add_argument("--chunks", type=int, default=2, metavar="V", help="stages a rank (default 2)")
+    parser.add_argument("--ranks", type=count, nargs="+", default=[8, 32, 64], metavar="P", help="default 8 32 64")
+    parser.add_argument("--chunks", type=count, default=2, metavar="V", help="stages a rank (default 2)")
     parser.add_argument(
         "--torch-limit", type=float, default=15.0, metavar="S", help="seconds for torch's part, 0 for none (default 15)"
     )

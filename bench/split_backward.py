@@ -25,6 +25,7 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.distributed.pipelining import _backward as torch_backward
 
+from stagewright.cli.values import count
 from stagewright.engine.stages.randomness import Seeds
 from stagewright.engine.stages.stage import Stage
 from stagewright.engine.value import pack
@@ -112,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         ("batch", 8, "rows of a microbatch"),
         ("rounds", 60, "rounds"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default {default})")
+        parser.add_argument(f"--{name}", type=count, default=default, help=f"{meaning} (default {default})")
     return parser
 
 

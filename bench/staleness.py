@@ -26,6 +26,7 @@ from stagewright.cli.corpus import Corpus, load_standard_library
 from stagewright.cli.optimizer import make_optimizer
 from stagewright.cli.settings import TrainSettings
 from stagewright.cli.trainer import gpt_config, learning_rate, set_learning_rate, validate
+from stagewright.cli.values import count
 from stagewright.engine import (
     DiscrepancyCorrection,
     ErrorFeedback,
@@ -138,15 +139,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m stagewright.bench.staleness", description=__doc__)
-    parser.add_argument("--steps", type=int, default=300, metavar="N", help="batches (default 300)")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="trainings of each variant (default 3)")
+    parser.add_argument("--steps", type=count, default=300, metavar="N", help="batches (default 300)")
+    parser.add_argument("--seeds", type=count, default=3, metavar="N", help="trainings of each variant (default 3)")
     parser.add_argument(
         "--variants", nargs="+", default=list(VARIANTS), metavar="NAME", help=f"of {', '.join(map(repr, VARIANTS))}"
     )
     parser.add_argument("--lr", type=float, default=1e-3, help="largest learning rate (default 1e-3)")
-    parser.add_argument("--ranks", type=int, default=4, metavar="P", help="of the pipeline (default 4)")
-    parser.add_argument("--microbatches", type=int, default=4, metavar="M", help="of a batch (default 4)")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="trainings at a time (default 2)")
+    parser.add_argument("--ranks", type=count, default=4, metavar="P", help="of the pipeline (default 4)")
+    parser.add_argument("--microbatches", type=count, default=4, metavar="M", help="of a batch (default 4)")
+    parser.add_argument("--jobs", type=count, default=2, metavar="N", help="trainings at a time (default 2)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write all runs to this JSON file")
     return parser
 

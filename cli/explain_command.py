@@ -11,6 +11,7 @@ from rich.console import Console
 
 from stagewright.cli.explain import show_explanation
 from stagewright.cli.output import format_of, write
+from stagewright.cli.values import count
 from stagewright.schedules import ScheduleError, Timeline
 from stagewright.schedules.drawing import PALETTES, json_text, trace_text
 from stagewright.schedules.drawing.overlay import overlay_html, overlay_svg
@@ -45,7 +46,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="N",
         help="the N-th recorded step, from 1, or from the end with -1 (default the one of median length)",
     )
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="instructions that are named (default 10)")
+    parser.add_argument("--top", type=count, default=10, metavar="N", help="instructions that are named (default 10)")
     output = parser.add_argument_group("output")
     output.add_argument(
         "--format",

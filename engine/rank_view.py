@@ -112,7 +112,7 @@ class RankView:
         return self.timelines(1)[-1]
 
     def timelines(self, num_steps: int = NUM_KEPT) -> list[Timeline]:
-        """The same of the last training steps, oldest first; up to ten of them are kept."""
+        """The same of the last training steps, oldest first, up to ten; the very first only where it is alone."""
         return self._history.timelines(num_steps)
 
     def calibrate(self, num_steps: int = NUM_KEPT) -> Costs:

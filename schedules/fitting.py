@@ -47,8 +47,8 @@ _SENDS: Final = (SEND_ACTIVATION, SEND_GRADIENT)
 def mean_costs(timelines: Sequence[Timeline]) -> Costs:
     """Average what the computations and updates of some timelines took, stage by stage and kind by kind.
 
-    A kind that some stage never computes on its own, because it is always half of a fused pair there, costs what it
-    does on the average of the other stages. Messages take no time.
+    A kind that some stage never computes on its own, because it is always half of a fused pair there, is concluded from
+    its other kinds and the other stages. Messages take no time.
     """
     steps = [_means(Observed(timeline).computing) for timeline in timelines]
     return _costs({kind: fmean(values) for kind, values in _merged(steps).items()}, timelines[0].program.num_stages)
@@ -248,9 +248,24 @@ def _merged(many: Iterable[Samples[Key]]) -> dict[Key, list[float]]:
 
 def _costs(durations: Mapping[Kind, float], num_stages: int) -> Costs:
     """Costs with a number for every stage, of the kinds that occur."""
-    names = {name for name, _ in durations}
-    fields: dict[str, tuple[float, ...]] = {}
-    for name in names:
-        elsewhere = fmean(duration for (other, _), duration in durations.items() if other == name)
-        fields[name] = tuple(durations.get((name, stage), elsewhere) for stage in range(num_stages))
+    fields = {name: tuple(_duration_of(name, stage, durations) for stage in range(num_stages)) for name, _ in durations}
     return Costs(**fields)  # type: ignore[arg-type]  # the names are those of its fields
+
+
+def _duration_of(name: str, stage: int, durations: Mapping[Kind, float]) -> float:
+    """What a kind takes on a stage; where it never ran there alone, by what others of its kinds say of it.
+
+    B is I and W together; anything else grows with the stages' forwards.
+    """
+    own = {kind: duration for (kind, of), duration in durations.items() if of == stage}
+    if name in own:
+        return own[name]
+    if name == "backward" and "input_gradient" in own and "weight_gradient" in own:
+        return own["input_gradient"] + own["weight_gradient"]
+    elsewhere = {of: duration for (kind, of), duration in durations.items() if kind == name}
+    if name != "step" and own.get("forward"):
+        forwards = {of: durations.get(("forward", of), 0.0) for of in elsewhere}
+        ratios = [duration / forwards[of] for of, duration in elsewhere.items() if forwards[of]]
+        if ratios:
+            return own["forward"] * fmean(ratios)
+    return fmean(elsewhere.values())

@@ -49,9 +49,11 @@ from stagewright.models import (
     measure_profile,
 )
 from stagewright.models.cut import parts_of_transformer
-from stagewright.schedules import Program, ScheduleError, create, simulate, verify
+from stagewright.schedules import Costs, Program, ScheduleError, Timeline, create, simulate, verify
 from stagewright.schedules.asynchronous import AsynchronousSchedule
+from stagewright.schedules.fitting import mean_costs
 from stagewright.schedules.placement import linear
+from stagewright.schedules.table import BACKWARD
 from stagewright.schedules.windows import Windows
 
 CPU = torch.device("cpu")
@@ -910,3 +912,21 @@ def test_torchrun_ended_a_rank_before_it_had_printed_its_traceback(tmp_path: Pat
     assert run.returncode == 1
     said = run.stderr.replace("[rank1]: ", "")
     assert "ValueError: boom in forward\nrank 1 failed at 1F2 (step 1)\n" in said
+
+
+def test_a_stage_whose_backward_ran_beside_a_forward_only_got_the_costs_of_another() -> None:
+    """Under dualpipe: the program itself was predicted well, any other that was planned with these costs was not."""
+    costs = Costs(
+        forward=(10, 20), backward=(20, 40), input_gradient=(10, 20), weight_gradient=(10, 20), overlapped=(30, 60)
+    )
+    program = create("dualpipe", num_ranks=2, num_microbatches=8).program()
+    simulated = simulate(program, costs)
+    table = program.table
+    alone = {
+        (table.operation[row], table.stage[row]) for row in range(len(table)) if not {row, row - 1} & set(table.fused)
+    }
+    assert any((BACKWARD, stage) not in alone for stage in (0, 1)), "or there is nothing to conclude"
+    fitted = mean_costs([Timeline(program, Costs(), simulated.starts, simulated.ends)])
+    assert fitted.backward == pytest.approx((20, 40))
+    assert fitted.input_gradient == pytest.approx((10, 20))
+    assert fitted.weight_gradient == pytest.approx((10, 20))

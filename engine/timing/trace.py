@@ -104,8 +104,10 @@ class History:
         """The newest of what is kept, in order.
 
         Raises:
-            ValueError: there was no training step yet.
+            ValueError: there was no training step yet, or none is asked for.
         """
+        if num_steps < 1:
+            raise ValueError(f"the last steps are one or more: got num_steps={num_steps}")
         if not self._kept:
             raise ValueError("there is nothing to show yet: call train_step first")
         return list(self._kept)[-num_steps:]

@@ -44,7 +44,7 @@ def test_a_shape_that_is_not_served_is_refused() -> None:
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert schedules.main(["1f1b", "dualpipe", "--ranks", "2", "3"]) == 0
+    assert schedules.main(["1f1b", "dualpipe", "--ranks", "2", "3"]) == 1
     text = capsys.readouterr().out
     assert "create + verify + simulate, CPU seconds; M = 4P" in text
     assert any(line.strip().startswith("1f1b") for line in text.splitlines())
