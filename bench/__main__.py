@@ -100,4 +100,7 @@ def _tracked(progress: Progress, name: str, parts: Sequence[Any]) -> Iterable[An
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)  # as a shell has it; nothing was written

@@ -1,5 +1,6 @@
 """The command lines of the benches: what cannot be measured is refused before anything starts."""
 
+import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from stagewright.bench import asynchronous, bubble, gpu, memory, overhead, prediction, schedules, throughput
 from stagewright.bench.__main__ import main
+from stagewright.bench.report import Section
 
 Main = Callable[[Sequence[str]], int]
 
@@ -45,3 +47,16 @@ def test_a_report_that_cannot_be_written_is_refused_before_minutes_are_spent(
     with pytest.raises(SystemExit, match="2"):
         main(["memory", "--out", str(tmp_path / "file" / "report")])
     assert "cannot write a report to" in capsys.readouterr().err
+
+
+def interrupted(track: object) -> Section:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_ctrl_c_ends_without_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bubble, "measure", interrupted)
+    monkeypatch.setattr("sys.argv", ["stagewright.bench", "bubble", "--out", str(tmp_path / "report")])
+    with pytest.raises(SystemExit, match="130"):
+        runpy.run_module("stagewright.bench", run_name="__main__")
+    assert not list((tmp_path / "report").iterdir())
