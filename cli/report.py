@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -89,8 +90,13 @@ class JsonLines(Silence):
         )
 
     def _write(self, **values: object) -> None:
-        self.file.write(json.dumps(values) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(values) + "\n")
+            self.file.flush()
+        except OSError as error:
+            with suppress(OSError):  # what was not written is not written now either
+                self.file.close()
+            raise _unwritten(self.file.name, error) from error
 
 
 class Together:
@@ -139,7 +145,11 @@ def open_metrics(settings: TrainSettings) -> TextIO:
     try:
         return path.open("w" if settings.resume is None else "a", encoding="utf-8")
     except OSError as error:
-        raise MetricsError(f"cannot write the metrics to {path}: {error.strerror or error}") from error
+        raise _unwritten(path, error) from error
+
+
+def _unwritten(path: Path | str, error: OSError) -> MetricsError:
+    return MetricsError(f"cannot write the metrics to {path}: {error.strerror or error}")
 
 
 def make_progress(console: Console) -> Progress:

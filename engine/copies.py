@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 from torch import nn
 
-from stagewright.engine.errors import PeerError
+from stagewright.engine.errors import PeerError, described
 from stagewright.engine.everyone import gather_texts, listed
 from stagewright.engine.transport.contract import Transport
 from stagewright.engine.transport.group import Group
@@ -62,7 +62,7 @@ class CopiesAlike:
             return
         if isinstance(error, Exception):
             with suppress(PeerError):  # the error that is under way says more
-                self._hear(f"{type(error).__name__}: {error}")
+                self._hear(described(error))
         elif error is None:
             self._compare(self._hear())
 

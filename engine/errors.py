@@ -13,6 +13,14 @@ class RankError(RuntimeError):
     """A rank has died without raising anything, or has raised what could not be brought here as it was."""
 
 
+def described(error: BaseException) -> str:
+    """An error in one line, as Python shows it; its type alone where its own text fails."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
 def returned(rank: int, num_batches: int = 0, replica: str = "") -> str:
     """What a rank is told that waits for one whose function has returned, after so many batches."""
     ended = f"data ended on rank {rank}{replica} after batch {num_batches}: " if num_batches else ""

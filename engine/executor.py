@@ -14,7 +14,7 @@ import torch
 
 from stagewright.engine.assembly import Assembly
 from stagewright.engine.control.progress import INDEX
-from stagewright.engine.errors import NotFiniteError, PeerError
+from stagewright.engine.errors import NotFiniteError, PeerError, described
 from stagewright.engine.mail import Mail
 from stagewright.engine.run import Run
 from stagewright.engine.stages.stage import Gradients, Stage
@@ -125,7 +125,7 @@ class Executor:
         replica = f" of replica {self._group.rank}" if self._group.size > 1 else ""
         where = f"rank {self._transport.rank}{replica} failed at {at} (step {self._run.step})"
         error.add_note(where)
-        self._tell_failure(f"{where}: {type(error).__name__}: {error}")
+        self._tell_failure(f"{where}: {described(error)}")
 
     def _tell_failure(self, reason: str) -> None:
         """Let the other ranks of this pipeline know, and this one's in its replicas."""

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from stagewright.engine.assembly import Assembly
 from stagewright.engine.batch import split, split_keywords
+from stagewright.engine.errors import described
 from stagewright.engine.loss import BatchLoss, LossFunction
 from stagewright.engine.run import Run
 from stagewright.engine.training import Training
@@ -94,7 +95,7 @@ class Feed:
             yield
         except (ValueError, TypeError) as error:
             if self._transport.num_ranks * self._group.size > 1:
-                reason = f"rank {self._rank} has refused its batch: {type(error).__name__}: {error}"
+                reason = f"rank {self._rank} has refused its batch: {described(error)}"
                 self._transport.abort(reason)
                 self._group.abort(reason)
             raise

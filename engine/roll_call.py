@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from stagewright.engine.assembly import Options
-from stagewright.engine.errors import PeerError
+from stagewright.engine.errors import PeerError, described
 from stagewright.engine.everyone import gather_texts, listed
 from stagewright.engine.transport.contract import Transport
 from stagewright.engine.transport.group import Group
@@ -104,7 +104,7 @@ class RollCall:
         """
         if isinstance(error, Exception):
             with suppress(PeerError):  # the error that is under way says more
-                self._hear(Answer({}, f"{type(error).__name__}: {error}"))
+                self._hear(Answer({}, described(error)))
         elif error is None:
             self._compare(self._hear(self._answer))
 

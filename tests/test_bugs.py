@@ -1,13 +1,15 @@
 """The bug diary: each test tells a fault that the library once had."""
 
+import errno
 import os
+import pickle
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -23,11 +25,14 @@ from unlike import try_to_train
 
 from stagewright.cli.cutting import read_profile
 from stagewright.cli.main import main
+from stagewright.cli.metrics import MetricsError, StepMetrics
+from stagewright.cli.report import JsonLines
 from stagewright.engine import PeerError, Pipeline, RankContext, RankError, launch_local, read_state_dict
 from stagewright.engine.batch import join, split_keywords
-from stagewright.engine.checkpoint.files import Written
+from stagewright.engine.checkpoint.files import Files, Part, Written
 from stagewright.engine.checkpoint.index import Index, read_index
 from stagewright.engine.checkpoint.source import Source
+from stagewright.engine.errors import described
 from stagewright.engine.launch.environment import started_rank
 from stagewright.engine.launch.nodelist import first_node
 from stagewright.engine.launch.rounds import enter_round
@@ -930,3 +935,55 @@ def test_a_stage_whose_backward_ran_beside_a_forward_only_got_the_costs_of_anoth
     assert fitted.backward == pytest.approx((20, 40))
     assert fitted.input_gradient == pytest.approx((10, 20))
     assert fitted.weight_gradient == pytest.approx((10, 20))
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def fail_without_a_text(context: RankContext) -> str:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        raise UnspeakableError
+
+    try:
+        with Pipeline(
+            lambda stage: nn.Linear(2, 2),
+            schedule="gpipe",
+            num_microbatches=2,
+            loss_fn=loss,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            transport=context.transport,
+        ) as pipe:
+            pipe.train_step(torch.ones(2, 2), torch.ones(2, 2))
+    except Exception as error:
+        return described(error)
+    return "nothing"
+
+
+def test_an_error_whose_text_fails_hid_behind_that_failure() -> None:
+    """Whoever told the other ranks of it asked for its text."""
+    said = launch_local(fail_without_a_text, 2, backend="threads")
+    assert said == ["PeerError: rank 1 failed at 1F0 (step 0): UnspeakableError", "UnspeakableError"]
+
+
+class FullDisk(Files):
+    def append(self, file: IO[bytes], part: Part) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_did_not_say_which_file_it_was_too_full_for(tmp_path: Path) -> None:
+    """An OSError names a file that cannot be opened, and none that cannot be written."""
+    with pytest.raises(OSError, match=r"No space left on device.*rank-0\.safetensors") as caught:
+        FullDisk().write(tmp_path / "rank-0.safetensors", [b"weights"])
+    assert pickle.loads(pickle.dumps(caught.value)).filename == str(tmp_path / "rank-0.safetensors")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only some systems have such a device")
+def test_metrics_on_a_full_disk_ended_in_a_traceback_and_not_in_a_line() -> None:
+    """That they could be opened was all that was asked."""
+    metrics = StepMetrics(step=1, loss=1.0, tokens_per_second=1.0, step_seconds=1.0)
+    with Path("/dev/full").open("w", encoding="utf-8") as file:
+        with pytest.raises(MetricsError, match="cannot write the metrics to /dev/full: No space left on device"):
+            JsonLines(file).step_done(metrics)
+        assert file.closed, "or closing it would raise once more"

@@ -28,15 +28,23 @@ class Files:
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, path: Path, parts: Iterable[Part]) -> Written:
-        """Write a whole file, to the disk."""
+        """Write a whole file, to the disk.
+
+        Raises:
+            OSError: it cannot be written; it is named.
+        """
         digest = hashlib.sha256()
         num_bytes = 0
-        with path.open("wb") as file:
-            for part in parts:
-                self.append(file, part)
-                digest.update(part)
-                num_bytes += len(part)
-            self.sync(file)
+        try:
+            with path.open("wb") as file:
+                for part in parts:
+                    self.append(file, part)
+                    digest.update(part)
+                    num_bytes += len(part)
+                self.sync(file)
+        except OSError as error:
+            error.filename = error.filename or str(path)  # a disk that is full does not say where
+            raise
         return Written(num_bytes, digest.hexdigest())
 
     def append(self, file: IO[bytes], part: Part) -> None:

@@ -16,6 +16,7 @@ from stagewright.engine.checkpoint.record import Stateful
 from stagewright.engine.checkpoint.source import Source, take
 from stagewright.engine.checkpoint.weights import listed, restored_masters, restored_training, restored_weights
 from stagewright.engine.checkpoint.whole import shape_of
+from stagewright.engine.errors import described
 from stagewright.engine.pipeline import Pipeline
 
 
@@ -65,7 +66,7 @@ class Restoration:
         folder = self._source.folder
         if isinstance(error, ValueError) and str(folder) in str(error):
             return error
-        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, ValueError) else described(error)
         return ValueError(f"{folder} cannot be loaded: {reason}")
 
 

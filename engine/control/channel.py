@@ -28,6 +28,7 @@ import torch.distributed as dist
 from stagewright.engine.control.links import connect_links
 from stagewright.engine.control.listening import Sleeper, Watch
 from stagewright.engine.control.progress import Progress
+from stagewright.engine.errors import described
 
 # How long data may be quiet before what is known of a rank is looked for elsewhere.
 _REASON_SECONDS: Final = 3.0
@@ -123,7 +124,7 @@ def _end(watch: "Watch", thread: threading.Thread) -> None:
     """Without a reference to the control itself, so that it can be dropped."""
     error = getattr(sys, "last_value", None)  # what the interpreter has just printed before it ends
     if error is not None and not watch.has_noticed:
-        watch.fail(f"{watch.progress.name} failed {watch.progress.place}: {type(error).__name__}: {error}")
+        watch.fail(f"{watch.progress.name} failed {watch.progress.place}: {described(error)}")
     watch.leave()
     watch.stop()
     if thread is not threading.current_thread():

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from stagewright.engine.errors import NotFiniteError, PeerError
+from stagewright.engine.errors import NotFiniteError, PeerError, described
 from stagewright.engine.launch.environment import started_rank
 from stagewright.engine.launch.meeting import meet
 from stagewright.engine.transport.contract import Transport
@@ -119,7 +119,7 @@ def reason_of(transport: Transport, error: BaseException) -> str:
         return str(error)
     place = transport.progress.place
     where = "" if place.step < 0 else f" {place}"
-    return f"{transport.progress.name} failed{where}: {type(error).__name__}: {error}"
+    return f"{transport.progress.name} failed{where}: {described(error)}"
 
 
 def tell_end(transport: Transport, error: BaseException) -> None:

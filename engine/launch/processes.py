@@ -117,6 +117,7 @@ class _Processes:
         with _interrupts_later():
             for process in self._processes:
                 process.terminate()
+                _wake(process)
             _join(self._processes)
             for process in self._processes:
                 process.kill()
@@ -191,6 +192,13 @@ def _short_spins() -> Iterator[None]:
     finally:
         if is_ours:
             os.environ.pop(name, None)
+
+
+def _wake(process: BaseProcess) -> None:
+    """A process that is stopped hears of no signal but this one."""
+    if process.pid is not None and process.exitcode is None and hasattr(signal, "SIGCONT"):
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGCONT)
 
 
 def _join(processes: list[BaseProcess]) -> None:
