@@ -177,8 +177,10 @@ def test_torchrun_ends_with_an_error(how: How, tmp_path: Path) -> None:
         end_of_traceback = lines.index("ValueError: boom")
         assert f"rank {RANK} failed at" in lines[end_of_traceback + 1]
         assert all(index > end_of_traceback for index in told)
-    else:
+    elif how == "stop":
         assert told
+    else:  # which of the others come to say so before torchrun ends them is a matter of milliseconds
+        assert f"local_rank: {RANK} " in err
     for file in tmp_path.glob("process *"):
         assert not Path("/proc", file.read_text()).exists()
     for rank in (0, 2):
