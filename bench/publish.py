@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagewright.bench.__main__ import FOLDER
+from stagewright.engine.errors import described
 
 KEPT: Final = Path("bench/results")
 README: Final = Path("README.md")
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = with_block(README.read_text(encoding="utf-8"), block_of(folder))
         files = {name: (folder / name).read_bytes() for name in FILES}
     except (OSError, ValueError, KeyError) as error:
-        parser.error(f"{folder} holds no whole report of `make bench` ({type(error).__name__}: {error})")
+        parser.error(f"{folder} holds no whole report of `make bench` ({described(error)})")
     KEPT.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         (KEPT / name).write_bytes(data)

@@ -14,11 +14,12 @@ class RankError(RuntimeError):
 
 
 def described(error: BaseException) -> str:
-    """An error in one line, as Python shows it; its type alone where its own text fails."""
+    """An error in words, as Python shows it, also where its own text fails."""
     try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return type(error).__name__
+        text = str(error)
+    except Exception as another:
+        text = f"<its message cannot be made: {type(another).__name__}>"
+    return f"{type(error).__name__}: {text}"
 
 
 def returned(rank: int, num_batches: int = 0, replica: str = "") -> str:

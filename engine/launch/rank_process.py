@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tblib import Traceback
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from stagewright.engine.errors import PeerError, RankError
+from stagewright.engine.errors import PeerError, RankError, described
 from stagewright.engine.launch.context import context_of, num_cores, tell_end
 from stagewright.engine.launch.meeting import use_loopback
 from stagewright.engine.transport.gloo import GlooTransport
@@ -152,7 +152,7 @@ def _dump(result: Any, rank: int) -> bytes:
 def failure_of(error: BaseException) -> Failure:
     """An error as a report."""
     return Failure(
-        summary=f"{type(error).__name__}: {_message(error)}",
+        summary=described(error),
         notes=tuple(str(note) for note in getattr(error, "__notes__", ())),
         text="".join(traceback.format_exception(error)),
         frames=_frames_of(error),
@@ -184,13 +184,6 @@ def _pickled(error: BaseException) -> bytes | None:
         if type(copy) is type(error) and str(copy) == str(error):
             return data
     return None
-
-
-def _message(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as another:
-        return f"<its message cannot be made: {type(another).__name__}>"
 
 
 def _follow_launcher() -> None:

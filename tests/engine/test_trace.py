@@ -6,7 +6,9 @@ import pytest
 from launching import launch_on
 from measuring import BACKWARD_SECONDS, FORWARD_SECONDS, measure
 
-from stagewright.engine.timing.trace import Record, timeline_of
+from stagewright.engine.timing.trace import History, Record, timeline_of
+from stagewright.engine.transport.hub import Hub
+from stagewright.engine.transport.threads import ThreadTransport
 from stagewright.schedules import Program, Timeline
 from stagewright.schedules.instructions import Backward, Forward
 from stagewright.schedules.placement import linear
@@ -101,3 +103,9 @@ def test_both_halves_of_a_fused_pair_have_its_times() -> None:
 def test_records_travel(machine: str, times: tuple[float, ...]) -> None:
     record = Record(machine, 7.25, times)
     assert Record.from_bytes(record.to_bytes()) == record
+
+
+@pytest.mark.parametrize(("num_steps", "remedy"), [(0, "got num_steps=0"), (-1, "got num_steps=-1"), (1, "train_step")])
+def test_what_there_is_nothing_of_is_refused(num_steps: int, remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        History(ThreadTransport(Hub(1), 0)).timelines(num_steps)
